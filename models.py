@@ -1,0 +1,438 @@
+"""The noise scale, the networks (all called as `net(x, sigma)`), their moving averages and their files.
+
+    from models import load_model
+    score_net = load_model("runs/cifar10/score.pt")        # ours, or a file of the authors' release
+
+Images are (B, C, H, W) in [0, 1], points (B, 2); `sigma` is (B,) in the same units.
+"""
+import contextlib
+import hashlib
+import io
+import math
+import os
+import pathlib
+import tempfile
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def sigma_at(t, sigma_min=0.01, sigma_max=50.0):
+    """σ(t) = σ_min (σ_max/σ_min)^t for t in [0, 1] (Appendix A.6.1)."""
+    return sigma_min * (sigma_max / sigma_min) ** t
+
+
+# ---------------------------------------------------------------------------- networks
+
+
+class NoiseEmbedding(nn.Module):
+    """log σ → Fourier features (frequencies × 2π; sine, then cosine) → Linear → swish → Linear."""
+
+    def __init__(self, frequencies, outputs):
+        super().__init__()
+        self.register_buffer("W", 16 * torch.randn(frequencies))  # drawn once, never trained
+        self.first = nn.Linear(2 * frequencies, outputs)
+        self.second = nn.Linear(outputs, outputs)
+
+    def forward(self, sigma):
+        angle = 2 * math.pi * sigma.log()[:, None] * self.W
+        return self.second(F.silu(self.first(torch.cat([angle.sin(), angle.cos()], 1))))
+
+
+def group_norm(channels):
+    return nn.GroupNorm(min(channels // 4, 32), channels, eps=1e-6)
+
+
+def fir_filter(x, resample):
+    """The separable (1, 3, 3, 1) filter, StyleGAN2's padding; "down" and "up" change the size by two, "same" pads for a 3×3 convolution of stride 2."""
+    tap = torch.tensor([1.0, 3.0, 3.0, 1.0], device=x.device, dtype=x.dtype) / 8
+    kernel = (tap[:, None] * tap).expand(x.shape[1], 1, 4, 4)
+    if resample == "up":
+        return F.conv_transpose2d(x, 4 * kernel, stride=2, padding=1, groups=x.shape[1])
+    stride, padding = (2, 1) if resample == "down" else (1, 2)
+    return F.conv2d(x, kernel, stride=stride, padding=padding, groups=x.shape[1])
+
+
+class ResBlock(nn.Module):
+    """GroupNorm, swish, [resample], 3×3, + σ projection, GroupNorm, swish, dropout, 3×3; (shortcut + h) / √2."""
+
+    def __init__(self, inputs, outputs, embedding, dropout, resample=None):
+        super().__init__()
+        self.resample = resample
+        self.norm0, self.conv0 = group_norm(inputs), nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.project = nn.Linear(embedding, outputs)
+        self.norm1, self.conv1 = group_norm(outputs), nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.dropout = nn.Dropout(dropout)
+        if resample or inputs != outputs:
+            self.shortcut = nn.Conv2d(inputs, outputs, 1)
+        nn.init.zeros_(self.conv1.weight)
+
+    def forward(self, x, e):
+        h = F.silu(self.norm0(x))
+        if self.resample:
+            h = fir_filter(h, self.resample)
+        h = self.conv0(h) + self.project(e)[:, :, None, None]
+        h = self.conv1(self.dropout(F.silu(self.norm1(h))))
+        if self.resample == "up":  # a 1×1 convolution commutes with the filter, and is four times cheaper before it; its bias does not
+            x = fir_filter(F.conv2d(x, self.shortcut.weight), "up") + self.shortcut.bias[:, None, None]
+        elif hasattr(self, "shortcut"):
+            x = self.shortcut(fir_filter(x, "down") if self.resample else x)
+        return (x + h) * 0.5**0.5
+
+
+class Attention(nn.Module):
+    """One head of self-attention over all pixels, (x + h) / √2."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.norm = group_norm(channels)
+        self.query, self.key, self.value, self.out = (nn.Linear(channels, channels) for _ in range(4))
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x):
+        h = self.norm(x).flatten(2).transpose(1, 2)
+        h = F.scaled_dot_product_attention(*(f(h).unsqueeze(1) for f in (self.query, self.key, self.value))).squeeze(1)
+        return (x + self.out(h).transpose(1, 2).reshape(x.shape)) * 0.5**0.5
+
+
+class Pyramid(nn.Conv2d):
+    """The residual input pyramid: the filter, then a 3×3 convolution of stride 2."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, 3, stride=2)
+
+    def forward(self, x):
+        return super().forward(fir_filter(x, "same"))
+
+
+class NCSNpp(nn.Module):
+    """s(x, σ): NCSN++ of Song et al. 2021 (VE, continuous), laid out in the order of the released weights.
+
+    `edm` is ours, for small networks: the output is turned into a score as in EDM (Karras et al. 2022), so that the
+    network predicts the image, not the noise, where the noise is large. There the plain form, F / σ, turns a
+    relative error of 1% into an error of many times the data.
+    """
+
+    def __init__(self, image_size=32, channels=3, width=128, mults=(1, 2, 2, 2), blocks=8, attention=(16,), dropout=0.1, edm=False):
+        super().__init__()
+        self.config = dict(image_size=image_size, channels=channels, width=width, mults=tuple(mults), blocks=blocks,
+                           attention=tuple(attention), dropout=dropout, edm=edm)
+        if image_size % 2 ** (len(mults) - 1):
+            raise UserError(f"image size {image_size}: {len(mults)} levels need a multiple of {2 ** (len(mults) - 1)} (--size resizes)")
+        if width % 4:
+            raise UserError(f"width {width}: must be a multiple of 4 (groups of the normalisation)")
+        E = 4 * width
+
+        def block(inputs, outputs, resample=None):
+            return ResBlock(inputs, outputs, E, dropout, resample)
+
+        self.embed = NoiseEmbedding(width, E)
+        self.stem = nn.Conv2d(channels, width, 3, padding=1)
+        self.down = nn.ModuleList()
+        c, pyramid, size, skips = width, channels, image_size, [width]
+        for level, mult in enumerate(mults):
+            for _ in range(blocks):
+                self.down.append(block(c, c := mult * width))
+                if size in attention:
+                    self.down.append(Attention(c))
+                skips.append(c)
+            if level < len(mults) - 1:
+                self.down.extend([block(c, c, "down"), Pyramid(pyramid, c)])
+                size, pyramid = size // 2, c
+                skips.append(c)
+        self.middle = nn.ModuleList([block(c, c), Attention(c), block(c, c)])
+        self.up = nn.ModuleList()
+        for level, mult in reversed(list(enumerate(mults))):
+            for _ in range(blocks + 1):
+                self.up.append(block(c + skips.pop(), c := mult * width))
+            if size in attention:
+                self.up.append(Attention(c))
+            if level:
+                self.up.append(block(c, c, "up"))
+                size *= 2
+        self.norm, self.last = group_norm(c), nn.Conv2d(c, channels, 3, padding=1)
+        zero = {m.conv1 for m in self.modules() if isinstance(m, ResBlock)} | {m.out for m in self.modules() if isinstance(m, Attention)} | {self.last}
+        for m in self.modules():
+            if isinstance(m, (nn.Conv2d, nn.Linear)):
+                nn.init.zeros_(m.weight) if m in zero else nn.init.xavier_uniform_(m.weight)
+                nn.init.zeros_(m.bias)
+
+    def forward(self, x, sigma):
+        s = sigma.view(-1, 1, 1, 1)
+        u = 2 * x - 1  # the noise of u is 2σ
+        total = (4 * s**2 + 0.25).sqrt()  # deviation of noisy data, taking 0.5 for clean data in [−1, 1]
+        e = F.silu(self.embed(sigma))  # every block applies swish before its own projection
+        pyramid = u / total if self.config["edm"] else u
+        h = self.stem(pyramid)
+        skips = [h]
+        for m in self.down:
+            if isinstance(m, Attention):
+                h = skips[-1] = m(h)
+            elif isinstance(m, Pyramid):
+                h = pyramid = (m(pyramid) + h) * 0.5**0.5
+                skips.append(h)
+            else:
+                h = m(h, e)
+                if not m.resample:
+                    skips.append(h)
+        first, attention, second = self.middle
+        h = second(attention(first(h, e)), e)
+        for m in self.up:
+            if isinstance(m, Attention):
+                h = m(h)
+            else:
+                h = m(h if m.resample else torch.cat([h, skips.pop()], 1), e)
+        h = self.last(F.silu(self.norm(h))).float()
+        if self.config["edm"]:  # D(u) = u c_skip + h c_out, and the score in x is (D − u) / 2σ²
+            return (0.5 * h / total - 2 * s * u / total**2) / s
+        return h / s
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inputs, outputs, stride, norm):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), norm(outputs)
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), norm(outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
+
+    def forward(self, x):
+        h = F.relu(self.bn1(self.conv1(x)))  # nothing in place: DLSM' differentiates twice
+        return F.relu(self.bn2(self.conv2(h)) + self.shortcut(x))
+
+
+class NoisyResNet(nn.Module):
+    """Logits of p(y|x̃, σ): ResNet-18 or -34 with a CIFAR stem, a projection of σ added after each of its four stages.
+
+    `scaled` divides the input by the deviation of noisy data (ours; the paper's sees x̃ as it is, from σ = 0.01 to 50).
+    """
+
+    def __init__(self, depth=18, classes=10, width=64, channels=3, norm="batch", scaled=False):
+        super().__init__()
+        self.config = dict(depth=depth, classes=classes, width=width, channels=channels, norm=norm, scaled=scaled)
+        normalise = nn.BatchNorm2d if norm == "batch" else lambda c: nn.GroupNorm(math.gcd(8, c), c)
+        self.embed = NoiseEmbedding(32, 128)
+        self.conv1, self.bn1 = nn.Conv2d(channels, width, 3, padding=1, bias=False), normalise(width)
+        widths = [width * 2**i for i in range(4)]
+        self.dense = nn.ModuleList(nn.Linear(128, w) for w in widths)
+        self.layers, inputs = nn.ModuleList(), width
+        for i, (w, count) in enumerate(zip(widths, {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}[depth])):
+            blocks = [BasicBlock(inputs if j == 0 else w, w, 2 if i and j == 0 else 1, normalise) for j in range(count)]
+            self.layers.append(nn.Sequential(*blocks))
+            inputs = w
+        self.linear = nn.Linear(inputs, classes)
+
+    def features(self, x, sigma):
+        """The penultimate layer: the mean over the last map."""
+        if self.config["scaled"]:
+            x = (x - 0.5) / (sigma**2 + 0.0625).sqrt().view(-1, 1, 1, 1)
+        e = F.silu(self.embed(sigma))
+        h = F.relu(self.bn1(self.conv1(x)))
+        for layer, dense in zip(self.layers, self.dense):
+            h = layer(h) + dense(e)[:, :, None, None]
+        return h.mean((2, 3))
+
+    def forward(self, x, sigma):
+        return self.linear(self.features(x, sigma))
+
+
+class ToyNet(nn.Module):
+    """The two-moons networks, score (2 outputs) and classifier: a multilayer perceptron on x and σ.
+
+    join="late" is the paper's: σ has a branch of its own, a quarter as wide, that meets x in the last linear layer, with
+    ReLU; so the output is A(x) + B(σ), and its gradient in x cannot depend on σ. join="early" sees both from the
+    first layer, with a smooth activation. `scaled` feeds x / 10 and log σ in place of x and σ.
+    """
+
+    def __init__(self, outputs, widths=(128, 64, 32), join="late", scaled=True):
+        super().__init__()
+        self.config = dict(outputs=outputs, widths=tuple(widths), join=join, scaled=scaled)
+
+        def perceptron(sizes, activation):
+            return nn.Sequential(*(m for a, b in zip(sizes, sizes[1:]) for m in (nn.Linear(a, b), activation())))
+
+        if join == "late":
+            self.x_branch = perceptron((2, *widths), nn.ReLU)
+            self.sigma_branch = perceptron((1, *(w // 4 for w in widths)), nn.ReLU)
+            self.last = nn.Linear(widths[-1] + widths[-1] // 4, outputs)
+        else:
+            self.both = perceptron((3, *widths), nn.SiLU)
+            self.last = nn.Linear(widths[-1], outputs)
+
+    def forward(self, x, sigma):
+        sigma = sigma[:, None]
+        if self.config["scaled"]:
+            x, sigma = x / 10, sigma.log()
+        if self.config["join"] == "late":
+            return self.last(torch.cat([self.x_branch(x), self.sigma_branch(sigma)], 1))
+        return self.last(self.both(torch.cat([x, sigma], 1)))
+
+
+NETWORKS = {cls.__name__: cls for cls in (NCSNpp, NoisyResNet, ToyNet)}
+
+
+class EMA:
+    """Moving average of a network's parameters; its decay warms up as (1 + n) / (10 + n) over the n updates so far."""
+
+    def __init__(self, net, decay=0.999):
+        self.parameters = list(net.parameters())
+        self.shadow = [p.detach().clone() for p in self.parameters]
+        self.decay, self.updates = decay, 0
+
+    @torch.no_grad()
+    def update(self):
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(self.shadow, [p.detach() for p in self.parameters], 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self):
+        """Within this block the network has the averaged weights."""
+        kept = [p.detach().clone() for p in self.parameters]
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.shadow)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, kept)
+
+
+# ---------------------------------------------------------------------------- files
+
+
+class UserError(Exception):
+    """Bad input or a run that cannot go on: shown as one line, exit code 2, no traceback."""
+
+
+def write_whole(path, data):
+    """Writes bytes to a temporary file, syncs it and renames it: `path` is always the old file or the new one, whole."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        pathlib.Path(name).unlink(missing_ok=True)
+        raise
+
+
+def checksum(value):
+    """sha256 over nested dicts and lists of tensors and plain values, in their order."""
+    digest = hashlib.sha256()
+
+    def add(v):
+        if isinstance(v, torch.Tensor):
+            digest.update(f"{v.dtype} {tuple(v.shape)}".encode())
+            digest.update(v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        elif isinstance(v, dict):
+            digest.update(b"{")
+            for pair in v.items():
+                add(pair)
+        elif isinstance(v, (list, tuple)):
+            digest.update(f"[{len(v)}".encode())
+            for item in v:
+                add(item)
+        else:
+            digest.update(repr(v).encode())
+
+    add(value)
+    return digest.hexdigest()
+
+
+def save_checkpoint(path, checkpoint):
+    """A plain dict of tensors and plain values, with a checksum over all of it."""
+    buffer = io.BytesIO()  # in memory first: a full disk is then an ordinary OSError
+    torch.save({**checkpoint, "checksum": checksum(checkpoint)}, buffer)
+    write_whole(path, buffer.getbuffer())
+
+
+def load_checkpoint(path, device="cpu"):
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except Exception as error:  # a damaged or hostile file can fail in any way; none of them runs code
+        raise UserError(f"{path}: not a readable checkpoint, perhaps cut off or damaged ({type(error).__name__}); delete it or get it again") from None
+    if not isinstance(checkpoint, dict) or not all(isinstance(key, str) for key in checkpoint):
+        raise UserError(f"{path}: holds no checkpoint but a {type(checkpoint).__name__}")
+    if "checksum" in checkpoint and checkpoint.pop("checksum") != checksum(checkpoint):
+        raise UserError(f"{path}: its checksum does not match, the file is damaged; delete it or get it again")
+    return checkpoint
+
+
+def header(net, kind, **about):
+    """What a checkpoint says of its network: enough to rebuild it and to know where it came from."""
+    return dict(kind=kind, network=type(net).__name__, config=net.config, **about)
+
+
+def load_model(path, device="cpu", kind=None):
+    """The network of a checkpoint, ready to use: EMA weights, evaluation mode, frozen; also the authors' released files.
+
+    `net.about` is the checkpoint's header: kind ("score" or "classifier"), settings (with σ_min and σ_max), step.
+    """
+    checkpoint = load_checkpoint(path, device)
+    if "model" in checkpoint:
+        net, about = _released(path, checkpoint)
+    else:
+        try:
+            about = {key: checkpoint[key] for key in ("kind", "network", "config", "settings", "step")}
+            net = NETWORKS[about["network"]](**about["config"])
+            net.load_state_dict(checkpoint["weights"])
+            if checkpoint["ema"]:
+                with torch.no_grad():
+                    torch._foreach_copy_(list(net.parameters()), checkpoint["ema"]["shadow"])
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise UserError(f"{path}: not a checkpoint of this project ({str(error).splitlines()[0]})") from None
+    if kind and about["kind"] != kind:
+        raise UserError(f"{path}: is a {about['kind']} checkpoint, a {kind} checkpoint is needed here")
+    net.about = about
+    return net.to(device).eval().requires_grad_(False)
+
+
+def _released(path, checkpoint):
+    """A network of ours with the weights of a released file, told by its keys and filled in order, strictly."""
+    try:
+        theirs = {key.removeprefix("module."): value for key, value in checkpoint["model"].items()}
+        shapes = {key: tuple(value.shape) for key, value in theirs.items()}
+        if "all_modules.0.W" in theirs:
+            theirs.pop("sigmas", None)
+            parts = {}  # number of the module → the names inside it
+            for key in theirs:
+                parts.setdefault(int(key.split(".")[1]), set()).add(".".join(key.split(".")[2:]))
+            pyramids = [n for n, names in parts.items() if "Conv2d_0.weight" in names]
+            firsts = [4] + [n + 1 for n in pyramids]  # each level begins after a pyramid
+            width, channels = shapes["all_modules.3.weight"][:2]
+            net = NCSNpp(
+                channels=channels, width=width, mults=[shapes[f"all_modules.{n}.Conv_0.weight"][0] // width for n in firsts],
+                blocks=sum("Conv_0.weight" in parts[n] for n in range(4, pyramids[0])) - 1,
+                attention=[32 >> i for i, n in enumerate(firsts) if "NIN_0.W" in parts[n + 1] and i < len(pyramids)])
+            kind = "score"
+        else:
+            theirs = {key.removeprefix("classifier."): value for key, value in theirs.items()}
+            depth = {2: 18, 6: 34}[len({key.split(".")[2] for key in theirs if key.startswith("classifier.layer3.")})]
+            classes = theirs["classifier.linear.weight"].shape[0]
+            width, channels = theirs["classifier.conv1.weight"].shape[:2]
+            net, kind = NoisyResNet(depth, classes, width, channels), "classifier"
+        if kind == "score":  # sampling must use the averaged weights: a list in the order of the trainable parameters
+            trained = [key for key in theirs if not key.endswith("modules.0.W")]
+            theirs.update(zip(trained, checkpoint["ema"]["shadow_params"], strict=True))
+        def role(key):  # weight, bias, running_mean, ...; NIN's W and b are a matrix (in, out) and a bias
+            return {"W": "weight", "b": "bias"}.get(key.split(".")[-1], key.split(".")[-1])
+
+        for (name, mine), (key, value) in zip(net.state_dict().items(), theirs.items(), strict=True):
+            value = value.T if ".NIN_" in key and value.ndim == 2 else value
+            if mine.shape != value.shape or role(name) != role(key):
+                raise ValueError(f"{key} {tuple(value.shape)} does not fit {name} {tuple(mine.shape)}")
+            mine.copy_(value)
+    except (KeyError, ValueError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: neither our checkpoint nor one of the authors' ({error})") from None
+    settings = dict(data=f"cifar{net.config.get('classes', 10)}", size=32, sigma_min=0.01, sigma_max=50.0)
+    return net, dict(kind=kind, network=type(net).__name__, config=net.config, settings=settings, step=checkpoint.get("step"))
