@@ -6,6 +6,7 @@
 Images are (B, C, H, W) in [0, 1], points (B, 2); `sigma` is (B,) in the same units.
 """
 import contextlib
+import copy
 import hashlib
 import io
 import math
@@ -236,6 +237,17 @@ class NoisyResNet(nn.Module):
 
     def forward(self, x, sigma):
         return self.linear(self.features(x, sigma))
+
+
+def fold_batchnorm(net):
+    """A copy of a NoisyResNet in evaluation mode with every BatchNorm folded into its convolution: the same function, faster."""
+    net = copy.deepcopy(net)
+    for m in list(net.modules()):
+        for conv, norm in (("conv1", "bn1"), ("conv2", "bn2"), ("0", "1")):
+            if isinstance(getattr(m, norm, None), nn.BatchNorm2d):
+                setattr(m, conv, nn.utils.fuse_conv_bn_eval(getattr(m, conv), getattr(m, norm)))
+                setattr(m, norm, nn.Identity())
+    return net.requires_grad_(False)
 
 
 class ToyNet(nn.Module):

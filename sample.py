@@ -2,15 +2,35 @@
 
     python sample.py --guidance dlsm                      # after the two training commands
 
-Reads runs/RUN/score.pt and a classifier, writes runs/RUN/samples-GUIDANCE.npz and .png.
+    python sample.py --guidance dlsm --sampler pc         # the paper's sampler: 2,000 score evaluations an image
+
+Reads runs/RUN/score.pt and a classifier, writes runs/RUN/samples-GUIDANCE.npz (images, labels, the recipe) and .png.
+Every finished batch is on disk at once: the same command continues. Several processes share the batches under torchrun.
 """
+import contextlib
+import io
+import json
 import math
+import pathlib
+import shutil
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from PIL import Image
 
-from models import UserError, sigma_at
+from models import UserError, checksum, fold_batchnorm, load_model, sigma_at, write_whole
 from train_classifier import likelihood_score
-from train_score import spread
+from train_score import (CLASSES, Parser, Progress, caught_signals, lock, mix, network_call, number, process, read_npz, run, run_folder,
+                         save_grid, say, set_up, shared_flags, spread)
+
+GUIDANCE = {  # the classifier it takes, its own α, re-normalised or not
+    "none": (None, 1.0, False),
+    "base": ("ce", 1.0, False),
+    "scaling": ("ce", 10.0, False),  # α = 10: Table 2
+    "dlsm": ("total", 1.0, False),
+    "renorm": ("ce", 10.0, True),  # Eqs. A1 and A2
+}
 
 # ---------------------------------------------------------------------------- method
 
@@ -94,3 +114,217 @@ def sigma_grid(steps, sigma_min, sigma_max, rho=None):
     else:
         sigmas = sigma_at(t, sigma_min, sigma_max)
     return torch.cat([sigmas, sigmas.new_zeros(1)])
+
+
+# ---------------------------------------------------------------------------- the stage itself
+
+
+def image_noise(seed, first, count, shape, device):
+    """→ noise(x): image i draws from a generator of its own, given by seed and i alone."""
+    generators = [torch.Generator().manual_seed(mix(seed, "image", i)) for i in range(first, first + count)]
+    return lambda x: torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
+
+
+def counted(score, counts):
+    def call(x, sigma):
+        counts["evaluations"] += 1
+        return score(x, sigma)
+
+    return call
+
+
+def watched(score, frames, sigmas, count):
+    """Keeps the first images' denoised means x + σ² s as σ passes each of `sigmas`, for the strip picture."""
+    def call(x, sigma):
+        s = score(x, sigma)
+        if len(frames) < len(sigmas) and sigma[0] <= sigmas[len(frames)] * 1.0001:
+            frames.append((x + spread(sigma, x) ** 2 * s)[:count])
+        return s
+
+    return call
+
+
+def to_uint8(x):
+    return (255 * x.clamp(0, 1)).round().to(torch.uint8).cpu()
+
+
+def npz_bytes(**arrays):
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def parse_alphas(text):
+    """'3' or '0.5,1,3' or 'auto' → a list of numbers, or of 'auto'."""
+    check = number(float, 0, 1e4)
+    return [item if item == "auto" else check(item) for item in text.split(",")]
+
+
+def parse_classes(text):
+    check = number(int, 0, 10**6)
+    return [check(item) for item in text.split(",")]
+
+
+def calibrated(folder, name, device):
+    """α*(σ) of a classifier, as train_classifier.py --diagnose measured it: linear in log σ, never below 0."""
+    path = folder / "diagnose.json"
+    try:
+        rows = json.loads(path.read_text())[name]
+        table = np.array([[math.log(row["sigma"]), max(row["alpha"], 0.0)] for row in rows])
+    except FileNotFoundError:
+        raise UserError(f"--alpha auto: {path} is missing; python train_classifier.py --diagnose makes it") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--alpha auto: {path} does not know {name}; python train_classifier.py --diagnose makes it anew") from None
+
+    def alpha(sigma):
+        return torch.as_tensor(np.interp(sigma.log().double().cpu().numpy(), *table.T), dtype=sigma.dtype, device=device)
+
+    return alpha, checksum(table.tolist())[:16]
+
+
+def sample(path, recipe, score_for, shape, device, restart, progress):
+    """All batches of `recipe` that are not on disk yet, this process's share of them → images, labels."""
+    shards, (rank, world) = path.with_suffix(""), process()
+    n, batch = recipe["n"], recipe["batch"]
+    if rank == 0:
+        if restart:
+            shutil.rmtree(shards, ignore_errors=True)
+        claim = shards / "recipe.json"
+        if claim.exists() and json.loads(claim.read_text()) != recipe:
+            raise UserError(f"{shards} holds batches of another recipe; --tag T keeps both, --restart starts over")
+        write_whole(claim, json.dumps(recipe).encode())
+    if world > 1:
+        dist.barrier()
+    firsts = range(0, n, batch)
+    stop = []
+    with caught_signals(stop):
+        for b, first in enumerate(firsts):
+            shard = shards / f"{b:06d}.npz"
+            if b % world == rank and not shard.exists():
+                count = min(batch, n - first)
+                y = torch.tensor([recipe["classes"][i % len(recipe["classes"])] for i in range(first, first + count)], device=device)
+                noise = image_noise(recipe["seed"], first, count, shape, device)
+                x = recipe["sigma_max"] * noise(None)
+                sigmas = sigma_grid(recipe["steps"], recipe["sigma_min"], recipe["sigma_max"], 7 if recipe["sampler"] == "heun" else None)
+                if recipe["sampler"] == "heun":
+                    x = heun_sampler(score_for(y, b), x, sigmas, recipe["churn"], noise)
+                else:
+                    x = pc_sampler(score_for(y, b), x, sigmas, recipe["snr"], recipe["corrector_steps"], recipe["per_sample"], noise)
+                write_whole(shard, npz_bytes(images=to_uint8(x).permute(0, 2, 3, 1).numpy(), labels=y.cpu().numpy()))
+            progress(min(first + batch, n))
+            if stop:
+                say(f"\n{path}: stopped, {len(list(shards.glob('*.npz')))} of {len(firsts)} batches are done; the same command continues")
+                raise SystemExit(128 + stop[0])
+    if world > 1:
+        dist.barrier()
+    parts = [read_npz(shards / f"{b:06d}.npz") for b in range(len(firsts))] if rank == 0 else []
+    return [np.concatenate([part[key] for part in parts]) if parts else None for key in ("images", "labels")]
+
+
+def main():
+    parser = Parser(__doc__)
+    shared_flags(parser, None)
+    parser.flag("--guidance", "dlsm", "none, base (L_CE), scaling (L_CE, α = 10), dlsm (L_Total: ours), renorm (L_CE re-normalised, α = 10)", choices=list(GUIDANCE))
+    parser.flag("--alpha", None, "guidance scale, a list of them (0.5,1,3), or auto: the scale --diagnose measured (default: the guidance's own)", parse_alphas)
+    parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
+    parser.flag("--classifier", None, "classifier checkpoint, ours or the authors' (default: runs/RUN/classifier-LOSS.pt)")
+    parser.flag("--out", None, "folder of the output (default: runs/RUN)", pathlib.Path)
+    parser.flag("--tag", None, "adds -TAG to the output's name, for variants")
+    parser.flag("--n", None, "images in all, equally many a class (default: ten a class)", number(int, 1, 10**7))
+    parser.flag("--classes", None, "only these classes, as 3,5 (default: all)", parse_classes)
+    parser.flag("--batch", 100, "images a batch; part of the recipe", number(int, 1, 10**5))
+    parser.flag("--sampler", "heun", "heun (few steps) or pc (the paper's predictor-corrector)", choices=["heun", "pc"])
+    parser.flag("--steps", None, "sampler steps (default: 40 for heun, 1000 for pc)", number(int, 2, 10**6))
+    parser.flag("--churn", 0.4, "heun: fresh noise before each step; 0 is the probability-flow ODE", number(float, 0, 10))
+    parser.flag("--snr", 0.16, "pc: signal-to-noise ratio of the Langevin steps", number(float, 1e-6, 10))
+    parser.flag("--corrector-steps", 1, "pc: Langevin steps a noise level", number(int, 0, 1000))
+    parser.flag("--per-sample", False, "pc: norms of each image by itself, not of the batch as released")
+    parser.flag("--watch", False, "also a strip picture: one image a class at a dozen noise levels on the way down, denoised")
+    parser.flag("--png", False, "also single pictures, a sub-folder a class")
+    parser.flag("--amp", False, "the score network in bfloat16")
+    parser.flag("--compile", False, "torch.compile the score network")
+    args = parser.parse_args()
+    device = set_up(args)
+    folder = run_folder(args)
+    out = args.out or (pathlib.Path("runs") / folder.name)
+    loss, own_alpha, renormalize = GUIDANCE[args.guidance]
+
+    def model(given, default, kind, command):
+        path = pathlib.Path(given or folder / default)
+        if not path.exists():
+            raise UserError(f"{path}: no such {kind}; {command} makes it, or --{kind} FILE names one")
+        return load_model(path, device, kind), path
+
+    where = f"--data {args.data}{f' --size {args.size}' if args.size else ''}{f' --run {args.run}' if args.run else ''}"
+    score_net, _ = model(args.score, "score.pt", "score", f"python train_score.py {where}")
+    settings, config = score_net.about["settings"], score_net.config
+    shape = (config["channels"], config["image_size"], config["image_size"])
+    classifier, classes = None, settings.get("classes") or CLASSES.get(settings["data"], [])
+    if loss:
+        classifier, classifier_path = model(args.classifier, f"classifier-{loss}.pt", "classifier", f"python train_classifier.py --loss {loss} {where}")
+        if classifier.config["channels"] != shape[0]:
+            raise UserError(f"{classifier_path}: takes {classifier.config['channels']} channels, the score model {shape[0]}; they must be of the same data")
+        total = classifier.config["classes"]
+        classes = classes if len(classes) == total else [str(i) for i in range(total)]
+    chosen = args.classes or list(range(len(classes) if classes else 10))
+    if max(chosen) >= max(len(classes), 1) and loss or len(set(chosen)) < len(chosen):
+        raise UserError(f"--classes {','.join(map(str, chosen))}: must be different whole numbers from 0 to {len(classes) - 1}")
+    n = args.n or 10 * len(chosen)
+    if n % len(chosen):
+        raise UserError(f"--n {n}: not a multiple of the {len(chosen)} classes; {n - n % len(chosen) + len(chosen)} is")
+    steps = args.steps or (40 if args.sampler == "heun" else 1000)
+    call = network_call(score_net, args.amp, args.compile, device)
+    for alpha in args.alpha or [own_alpha]:
+        name = f"samples-{args.guidance}" + (f"-a{alpha:g}" if alpha not in ("auto", own_alpha) else "-aauto" * (alpha == "auto")) + (f"-{args.tag}" if args.tag else "")
+        path = out / f"{name}.npz"
+        recipe = dict(guidance=args.guidance, alpha=alpha, renormalize=renormalize, n=n, classes=chosen, seed=args.seed, batch=args.batch, sampler=args.sampler, steps=steps,
+                      sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"], amp=args.amp, score=checksum(score_net.state_dict())[:16],
+                      classifier=classifier and checksum(classifier.state_dict())[:16], data=settings["data"], size=shape[1])
+        recipe.update(dict(churn=args.churn) if args.sampler == "heun" else dict(snr=args.snr, corrector_steps=args.corrector_steps, per_sample=args.per_sample))
+        scale = alpha
+        if alpha == "auto" and loss:
+            scale, recipe["alpha_sha"] = calibrated(folder, classifier_path.stem, device)
+        guide = classifier and fold_batchnorm(classifier)
+        if path.exists() and not args.restart:
+            made = json.loads(str(read_npz(path).get("recipe", "{}")))
+            different = [key for key in recipe if made.get(key) != recipe[key]]
+            if different:
+                raise UserError(f"{path} was made with {different[0]} = {made.get(different[0])}, not {recipe[different[0]]}; --tag T keeps both, --restart starts over")
+            say(f"{path}: finished already ({n} images); --restart starts over")
+            continue
+        frames, counts, levels = [], dict(evaluations=0), sigma_grid(12, settings["sigma_min"], settings["sigma_max"], 7)[:-1]
+
+        def score_for(y, b):
+            score = counted(posterior_score(call, guide, y, scale, renormalize), counts)
+            return watched(score, frames, levels, len(chosen)) if args.watch and b == 0 else score
+
+        with lock(path) if process()[0] == 0 else contextlib.nullcontext():
+            images, labels = sample(path, recipe, score_for, shape, device, args.restart, Progress(n, 0, f"{name}: image"))
+            if process()[0]:
+                continue
+            finish(path, images, labels, recipe, [classes[c] for c in chosen] if classes else None, args.png)
+            if frames:
+                save_grid(path.with_name(name + "-strip.png"), [[to_uint8(f[i]) for f in frames] for i in range(len(frames[0]))], [classes[c] for c in chosen][: len(frames[0])] if classes else None)
+        each = counts["evaluations"] // max(1, -(-n // args.batch))
+        say(f"{path}: {n} images, {each} score{' and classifier' * bool(loss)} evaluations an image")
+
+
+def finish(path, images, labels, recipe, names, png):
+    """The sample file, its picture grid, single pictures where asked for; then the batches go."""
+    arrays = dict(images=images, recipe=np.array(json.dumps(recipe)))
+    if recipe["guidance"] != "none":
+        arrays["labels"] = labels
+    write_whole(path, npz_bytes(**arrays))
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
+    save_grid(path.with_suffix(".png"), [pixels[labels == c][:16] for c in recipe["classes"][:20]], names and recipe["guidance"] != "none" and names[:20] or None)
+    shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+    if png:
+        for i, (image, label) in enumerate(zip(images, labels)):
+            name = (names or [])[recipe["classes"].index(label)] if names else str(label)
+            file = path.with_suffix("") / name / f"{i:06d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image.squeeze()).save(file)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -2,12 +2,29 @@
 
     python train_classifier.py --loss total --lam 1       # after train_score.py
 
-Reads runs/RUN/score.pt, writes runs/RUN/classifier-LOSS.pt with its log and its loss curve.
+    python train_classifier.py --diagnose                 # the score mismatch of all classifiers of a run, per noise level
+
+Reads runs/RUN/score.pt, writes runs/RUN/classifier-LOSS.pt with its log and its loss curve; --diagnose writes
+runs/RUN/diagnose.json (with the best guidance scale at each noise level, for sample.py --alpha auto) and diagnose.png.
 """
+import json
+import pathlib
+
 import torch
 import torch.nn.functional as F
 
-from train_score import spread
+from models import NoisyResNet, UserError, checksum, load_model, sigma_at, write_whole
+from train_score import (Parser, chart, fit, from_preset, image_draw, load_images, mix, network_call, number, run, run_folder, say, set_up,
+                         shared_flags, spread)
+
+PRESETS = {
+    # What the authors ran (Appendix A.6.3 and their code): ResNet-18, -34 for 100 classes, no flips, no EMA.
+    "paper": dict(depth=18, width=64, norm="batch", scaled=False, steps=60_000, batch=100, lr=2e-4, cosine=False, lam=1.0, power=0.0),
+    # One GPU, hours: the same network, its input scaled, its learning rate decaying.
+    "lite": dict(depth=18, width=64, norm="batch", scaled=True, steps=60_000, batch=100, lr=2e-4, cosine=True, lam=1.0, power=0.0),
+    # A CPU, minutes.
+    "tiny": dict(depth=18, width=16, norm="batch", scaled=True, steps=2_000, batch=100, lr=1e-3, cosine=True, lam=1.0, power=0.0),
+}
 
 # ---------------------------------------------------------------------------- method
 
@@ -50,3 +67,126 @@ def total_loss(classifier, score_net, x, sigma, y, z, lam=1.0, power=0):
     g, log_p = likelihood_score(classifier, noisy, sigma, y, create_graph=True, with_log_p=True)
     dlsm = 0.5 * (sigma**power * (g - target).square().flatten(1).mean(1)).mean()
     return dlsm + lam * F.nll_loss(log_p, y)
+
+
+def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=10, batch=100, device="cpu"):
+    """Accuracy, cross-entropy and the score mismatch on held-out images, in bins over log σ; the same noise for every classifier.
+
+    With g = ∇ log p(y|x̃), s the prior score and t = −z/σ: gain = σ² E[‖s − t‖² − ‖g + s − t‖²], norms over all
+    pixels. For an exact s it is σ² (E‖h‖² − E‖g − h‖²), h the true likelihood score (Theorem 1): larger is better, below
+    0 guidance harms. α* = E⟨g, t − s⟩ / E‖g‖² is the scale that minimises the mismatch, 1 for a perfect classifier.
+    → a dict a bin; `_se` are standard errors
+    """
+    table = []
+    for b in range(bins):
+        generator, rows = torch.Generator().manual_seed(b), []
+        for x, y in zip(images.split(batch), labels.split(batch)):
+            sigma = sigma_at((b + torch.rand(len(x), generator=generator)) / bins, sigma_min, sigma_max).to(device)
+            z = torch.randn(x.shape, generator=generator).to(device)
+            x, y = x.to(device).float() / 255, y.to(device)
+            noisy = x + spread(sigma, x) * z
+            with torch.no_grad():
+                residual = -z / spread(sigma, x) - score_net(noisy, sigma)  # t − s
+            g, log_p = likelihood_score(classifier, noisy, sigma, y, with_log_p=True)
+            inner, square = (sigma**2 * (g * v).flatten(1).sum(1) for v in (residual, g))
+            rows.append(torch.stack([(log_p.argmax(1) == y).float(), F.nll_loss(log_p, y, reduction="none"), 2 * inner - square, inner, square], 1).detach().double().cpu())
+        rows = torch.cat(rows)
+        mean, se = rows.mean(0), rows.std(0) / len(rows) ** 0.5
+        accuracy, ce, gain, inner, square = mean.tolist()
+        alpha = inner / square if square > 0 else 0.0
+        alpha_se = ((rows[:, 3] - alpha * rows[:, 4]).std() / len(rows) ** 0.5 / max(square, 1e-30)).item()  # of a ratio, to first order
+        table.append(dict(sigma=sigma_at((b + 0.5) / bins, sigma_min, sigma_max), n=len(rows), accuracy=accuracy, accuracy_se=se[0].item(), ce=ce, ce_se=se[1].item(),
+                          gain=gain, gain_se=se[2].item(), alpha=alpha, alpha_se=alpha_se))
+    return table
+
+
+def diagnose_run(folder, score_net, images, labels, device):
+    """The diagnosis of every classifier of a run: a table on stdout, diagnose.json, diagnose.png."""
+    settings = score_net.about["settings"]
+    files = sorted(folder.glob("classifier-*.pt"))
+    if not files:
+        raise UserError(f"{folder}: has no classifier-*.pt; python train_classifier.py --loss ce makes one")
+    tables = {}
+    for file in files:
+        say(f"{file} ...")
+        classifier = load_model(file, device, "classifier")
+        tables[file.stem] = diagnose(classifier, score_net, images, labels, settings["sigma_min"], settings["sigma_max"], device=device)
+    print(f"\n{len(images)} held-out images a noise level; ± is the standard error\n")
+    print("| σ | " + " | ".join(f"{name.removeprefix('classifier-')}: accuracy, CE, gain, α*" for name in tables) + " |\n" + "| --- " * (len(tables) + 1) + "|")
+    for rows in zip(*tables.values()):
+        cells = (f"{r['accuracy']:.3f}, {r['ce']:.3f}, {r['gain']:.3f} ± {r['gain_se']:.3f}, {r['alpha']:.2f} ± {r['alpha_se']:.2f}" for r in rows)
+        print(f"| {rows[0]['sigma']:.3g} | " + " | ".join(cells) + " |")
+    write_whole(folder / "diagnose.json", json.dumps(tables, indent=1).encode())
+    titles = dict(accuracy="Accuracy", ce="Cross-entropy", gain="Gain of the likelihood score (larger is better)", alpha="Best guidance scale (1 is right)")
+    chart(folder / "diagnose.png", [
+        dict(title=title, x="noise level sigma", y=key, log_x=True, lines=[
+            (name.removeprefix("classifier-"), *zip(*((r["sigma"], r[key], r[key] - 2 * r[f"{key}_se"], r[key] + 2 * r[f"{key}_se"]) for r in rows)))
+            for name, rows in tables.items()])
+        for key, title in titles.items()], columns=2)
+    print(f"\n{folder}/diagnose.json and diagnose.png")
+
+
+def main():
+    parser = Parser(__doc__)
+    shared_flags(parser, PRESETS)
+    parser.flag("--loss", "total", "ce (the base method), dlsm (DLSM' alone) or total (L_DLSM' + λ L_CE)", choices=["ce", "dlsm", "total"])
+    parser.flag("--lam", None, "λ, the weight of the cross-entropy in L_Total (default: the preset's)", number(float, 0, 1e6))
+    parser.flag("--power", None, "DLSM' is weighted with σ^POWER (default: the preset's; 0 is the paper's)", number(float, -4, 4))
+    parser.flag("--norm", None, "normalisation: batch (the paper's) or group (default: the preset's)", choices=["batch", "group"])
+    parser.flag("--depth", None, "ResNet-18 or -34 (default: 18, the paper preset takes 34 for 100 classes)", int, choices=[18, 34])
+    parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
+    parser.flag("--compile", False, "torch.compile the classifier (--loss ce only)")
+    parser.flag("--diagnose", False, "no training: the score mismatch of all classifiers of this run on held-out data")
+    parser.flag("--diagnose-n", 2000, "held-out images a noise level in a diagnosis; an eighth of it while training", number(int, 8, 10**6))
+    parser.flag("--diagnose-every", 5000, "steps between diagnoses on held-out data, logged to the .jsonl", number(int, 1, 10**9))
+    args = parser.parse_args()
+    if args.compile and args.loss != "ce":
+        raise UserError(f"--compile with --loss {args.loss}: torch.compile has no double backward, which DLSM' needs; leave it out")
+    device = set_up(args)
+    preset = from_preset(args, PRESETS)
+    folder = run_folder(args)
+    score_path = pathlib.Path(args.score or folder / "score.pt")
+    if not score_path.exists():
+        raise UserError(f"{score_path}: no score model; python train_score.py --data {args.data} makes one, or --score FILE names one")
+    score_net = load_model(score_path, device, "score")
+    about = score_net.about["settings"]
+    images, labels, names = load_images(args.data, "train", args.size, args.root)
+    held_images, held_labels, _ = load_images(args.data, "test", args.size, args.root)
+    shape = (score_net.config["channels"], score_net.config["image_size"])
+    if (images.shape[1], images.shape[3]) != shape:
+        raise UserError(f"{score_path} is for {shape[0]}×{shape[1]}×{shape[1]} images, --data {args.data} has {tuple(images.shape[1:])}; see --size")
+    score_call = network_call(score_net, args.amp, False, device)
+    if args.diagnose:
+        return diagnose_run(folder, score_net, held_images[: args.diagnose_n], held_labels[: args.diagnose_n], device)
+    if args.preset == "paper" and args.depth is None and len(names) == 100:
+        preset["depth"] = 34
+    torch.manual_seed(mix(args.seed, "weights"))
+    net = NoisyResNet(preset["depth"], len(names), preset["width"], images.shape[1], preset["norm"], preset["scaled"]).to(device)
+    settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1], sigma_min=about["sigma_min"], sigma_max=about["sigma_max"],
+                    loss=args.loss, score_sha=checksum(score_net.state_dict())[:16], seed=args.seed, amp=args.amp, config=net.config,
+                    **{key: preset[key] for key in ("batch", "lr", "cosine")})
+    if args.loss != "ce":
+        settings["power"] = preset["power"]
+    if args.loss == "total":
+        settings["lam"] = preset["lam"]
+    call = network_call(net, False, args.compile, device)
+    losses = dict(ce=lambda x, sigma, y, z: ce_loss(call, x, sigma, y, z),
+                  dlsm=lambda x, sigma, y, z: dlsm_loss(net, score_call, x, sigma, y, z, preset["power"]),
+                  total=lambda x, sigma, y, z: total_loss(net, score_call, x, sigma, y, z, preset["lam"], preset["power"]))
+    path = folder / f"classifier-{args.loss}{f'-{args.tag}' if args.tag else ''}.pt"
+    say(f"{path}: {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M parameters, {len(images)} images {tuple(images.shape[1:])}, {len(names)} classes, on {device}")
+
+    def inspect(step, ema):
+        net.eval()
+        few = args.diagnose_n // 8
+        table = diagnose(net, score_call, held_images[:few], held_labels[:few], about["sigma_min"], about["sigma_max"], device=device)
+        say(f"\nstep {step}, held out: accuracy and gain at σ = " + ", ".join(f"{r['sigma']:.2g}: {r['accuracy']:.2f} {r['gain']:.2f}" for r in table[1::2]))
+        return dict(diagnosis=table)
+
+    fit(net, image_draw(images, labels, preset["batch"], args.seed, about["sigma_min"], about["sigma_max"], flip=False), losses[args.loss],
+        path, "classifier", settings, steps=preset["steps"], lr=preset["lr"], cosine=preset["cosine"], warmup=1000 if len(names) == 100 else 0, clip=1.0,
+        seed=args.seed, device=device, save_every=args.save_every, every=args.diagnose_every, inspect=inspect, restart=args.restart)
+
+
+if __name__ == "__main__":
+    run(main)

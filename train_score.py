@@ -12,6 +12,7 @@ This file also holds what the later stages share: image data, the training loop 
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
 import io
 import json
@@ -98,6 +99,9 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
                 save_checkpoint(path, dict(**header(net, kind), settings={**settings, "steps": steps}, step=step,
                                            weights=net.state_dict(), ema=state, optimizer=optimizer.state_dict()))
                 write_whole(log_path, "".join(json.dumps(record) + "\n" for record in log).encode())
+                if not quiet:
+                    curve = [(r["step"], r["loss"]) for r in log if "loss" in r]
+                    chart(path.with_suffix(".png"), [dict(title=path.name, x="step", y="loss", log_y=True, lines=[("", *zip(*curve))])] if curve else [])
 
         with caught_signals(stop):
             for step in range(start, steps):
@@ -128,7 +132,7 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
                 if done % max(steps // 200, 1) == 0 or done == steps:
                     log.append(dict(step=done, **numbers, seconds=round(progress.seconds, 2)))
                     losses.clear()
-                if inspect and (every and done % every == 0 or done == steps):
+                if inspect and rank == 0 and (every and done % every == 0 or done == steps):
                     log.append(dict(step=done, **(inspect(done, average) or {})))
                 if done % save_every == 0 or done == steps or stop:
                     save(done)
@@ -155,6 +159,200 @@ def resume(path, kind, net, settings, optimizer, average, device):
         average.updates = checkpoint["ema"]["updates"]
     return checkpoint["step"]
 
+
+# ---------------------------------------------------------------------------- data
+
+NAMED = {  # torchvision's class, and what to fetch by hand where there is no network
+    "cifar10": ("CIFAR10", "cifar-10-python.tar.gz (md5 c58f30108f718f92721af3b95e74349a)"),
+    "cifar100": ("CIFAR100", "cifar-100-python.tar.gz (md5 eb9058c3a382ffc7106e4002c42a8d85)"),
+    "fashion": ("FashionMNIST", "the four *-ubyte.gz files, in FashionMNIST/raw"),
+}
+CLASSES = {
+    "cifar10": "airplane automobile bird cat deer dog frog horse ship truck".split(),
+    "fashion": "T-shirt,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot".split(","),
+    "shapes": "circle ring crescent half bar triangle square frame star plus".split(),
+}
+
+
+def load_images(data, split="train", size=None, root="data"):
+    """→ images (N, C, H, W) uint8, labels (N,) int64, class names. `split` is train or test; a seeded tenth where a set has none."""
+    path, file = pathlib.Path(data), pathlib.Path(root) / f"{data}.npz"
+    names = CLASSES.get(data)
+    if data in NAMED and not file.exists():
+        images, labels, names = from_torchvision(data, split, root)
+        found = {("test_" if split == "test" else "") + "images": images, ("test_" if split == "test" else "") + "labels": labels}
+        path, own_test = file, True
+    elif data == "shapes":
+        found, own_test = draw_shapes(split), True
+        if split == "test":
+            found = {f"test_{key}": value for key, value in found.items()}
+    elif data in NAMED or path.suffix == ".npz":
+        path = file if data in NAMED else path
+        found = read_npz(path)
+        own_test = "test_images" in found
+    elif path.is_dir():
+        found, names = read_folder(path, size)
+        own_test = False
+    else:
+        raise UserError(f"--data {data}: neither a named set ({', '.join([*NAMED, 'shapes'])}) nor an .npz or a folder that is there")
+    prefix = "test_" if split == "test" and own_test else ""
+    images, labels = check_images(path, found, prefix)
+    classes = len(names) if names else int(labels.max()) + 1
+    counts = torch.bincount(labels, minlength=classes)
+    if len(counts) > classes or not counts.all():
+        raise UserError(f"{path}: labels must be 0 to {classes - 1}, each class with at least one image; the counts are {counts.tolist()[:20]}")
+    if not own_test:  # a seeded tenth is held out
+        held = torch.zeros(len(images), dtype=torch.bool)
+        held[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: max(1, len(images) // 10)]] = True
+        keep = held if split == "test" else ~held
+        images, labels = images[keep], labels[keep]
+    return resized(images, size), labels, names or [str(i) for i in range(classes)]
+
+
+def check_images(path, found, prefix=""):
+    """`images` (N, H, W, C) uint8 with `labels`, as tensors (N, C, H, W) and (N,), or an error that names the file."""
+    for key in (prefix + "images", prefix + "labels"):
+        if key not in found:
+            raise UserError(f"{path}: has no '{key}' but {sorted(found)}; expected images (N, H, W, C) uint8 and labels (N,)")
+    images, labels = np.asarray(found[prefix + "images"]), np.asarray(found[prefix + "labels"])
+    if images.ndim != 4 or images.shape[3] not in (1, 3) or not len(images):
+        raise UserError(f"{path}: images have shape {images.shape}; expected (N, H, W, C) with C 3 or 1")
+    if images.dtype != np.uint8:
+        raise UserError(f"{path}: images are {images.dtype}; expected uint8, 0 to 255 (from [0, 1]: (255 * images).round().astype('uint8'))")
+    if labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0:
+        raise UserError(f"{path}: labels are {labels.dtype} {labels.shape} for {len(images)} images; expected whole numbers from 0, one an image")
+    return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))), torch.from_numpy(labels.astype(np.int64))
+
+
+def resized(images, size):
+    """Cut to a square and resized with antialiasing, where a size is asked for."""
+    height, width = images.shape[2:]
+    if size is None:
+        if height != width:
+            raise UserError(f"the images are {height}×{width}; --size N cuts them square and resizes them")
+        return images
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    images = images[:, :, top : top + side, left : left + side]
+    if side == size:
+        return images
+    parts = (F.interpolate(part.float(), (size, size), mode="bicubic", antialias=True) for part in images.split(4096))
+    return torch.cat([part.round().clamp(0, 255).to(torch.uint8) for part in parts])
+
+
+def read_npz(path):
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {key: file[key] for key in file.files}
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except Exception as error:  # a damaged or hostile file can fail in any way
+        raise UserError(f"{path}: not a readable .npz, perhaps cut off or damaged ({type(error).__name__}); get it again") from None
+
+
+def read_folder(folder, size):
+    """One sub-folder a class, any pictures inside."""
+    images, labels, shapes = [], [], {}
+    names = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    for label, name in enumerate(names):
+        files = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".bmp"))
+        if not files:
+            raise UserError(f"{folder / name}: holds no pictures (.png, .jpg, .webp, .bmp); every sub-folder is a class")
+        for file in files:
+            try:
+                picture = Image.open(file)
+                picture = picture.convert("L" if picture.mode in ("1", "L", "I;16") else "RGB")
+            except OSError:
+                raise UserError(f"{file}: not a readable picture; delete it or replace it") from None
+            if size:
+                side = min(picture.size)
+                left, top = (picture.width - side) // 2, (picture.height - side) // 2
+                picture = picture.resize((size, size), Image.Resampling.BICUBIC, (left, top, left + side, top + side))
+            shapes[picture.size] = file
+            images.append(picture)
+            labels.append(label)
+    if not images:
+        raise UserError(f"{folder}: expected one sub-folder a class with pictures inside, found none")
+    if len(shapes) > 1:
+        (a, first), (b, second) = list(shapes.items())[:2]
+        raise UserError(f"{folder}: mixed sizes, {first.name} is {a[0]}×{a[1]}, {second.name} {b[0]}×{b[1]}; --size N makes them equal")
+    mode = "RGB" if any(p.mode == "RGB" for p in images) else "L"
+    pixels = np.stack([np.asarray(p.convert(mode)).reshape(p.height, p.width, -1) for p in images])
+    return dict(images=pixels, labels=np.array(labels)), names
+
+
+def import_torchvision():
+    """torchvision; where its compiled operators do not fit this torch (a CUDA build beside a CPU one), without them: we need none."""
+    try:
+        import torchvision
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        import torchvision
+        torchvision._operators = library  # the definitions live as long as this object
+    return torchvision
+
+
+def from_torchvision(data, split, root):
+    kind, files = NAMED[data]
+    try:
+        found = getattr(import_torchvision().datasets, kind)(root, train=split == "train", download=True)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"--data {data}: cannot be downloaded ({str(error).splitlines()[0]}); put {files} into {root}/, or {root}/{data}.npz with "
+                        "images, labels, test_images, test_labels; --data shapes needs no download") from None
+    images = np.asarray(found.data)
+    if images.ndim == 3:  # Fashion-MNIST: 28×28 grey, padded to 32×32
+        images = np.pad(images[..., None], ((0, 0), (2, 2), (2, 2), (0, 0)))
+    return images, np.asarray(found.targets), CLASSES.get(data) or list(found.classes)
+
+
+def draw_shapes(split, count=None):
+    """Ten classes of coloured shapes, any place, size, angle and colours, on a shaded background: 10,000 to train, 2,000 to test."""
+    n = count or (10_000 if split == "train" else 2_000)
+    g = torch.Generator().manual_seed(0 if split == "train" else 1)
+
+    def uniform(low, high, *shape):
+        return low + (high - low) * torch.rand(n, *shape, generator=g)
+
+    labels = torch.arange(n) % 10
+    axis = torch.arange(32) + 0.5
+    cx, cy, r, turn = (v[:, None, None] for v in (uniform(11, 21), uniform(11, 21), uniform(7, 10.5), uniform(0, 2 * math.pi)))
+    dx, dy = axis[None, None, :] - cx, axis[None, :, None] - cy
+    u, v = (dx * turn.cos() + dy * turn.sin()) / r, (dy * turn.cos() - dx * turn.sin()) / r
+
+    def fold(u, v, corners):  # polar coordinates, the angle from the middle of its sector
+        return (u**2 + v**2).sqrt(), ((torch.atan2(v, u) + math.pi) % (2 * math.pi / corners) - math.pi / corners).abs()
+
+    def box(u, v, width, height):
+        return torch.maximum(u.abs() - width, v.abs() - height)
+
+    def triangle(u, v):
+        radius, angle = fold(u, v, 3)
+        return radius * angle.cos() - 0.5
+
+    def star(u, v):  # the edge from a point (1 at angle 0) to a notch (0.42 at π/5)
+        radius, angle = fold(u, v, 5)
+        return radius * (0.35 * angle.cos() + 0.937 * angle.sin()) - 0.35
+
+    shapes = [  # distances in units of r, below zero inside, in the order of CLASSES["shapes"]
+        lambda u, v: torch.hypot(u, v) - 0.9, lambda u, v: (torch.hypot(u, v) - 0.75).abs() - 0.2,
+        lambda u, v: torch.maximum(torch.hypot(u, v) - 1, 0.8 - torch.hypot(u - 0.55, v)), lambda u, v: torch.maximum(torch.hypot(u, v) - 1, u - 0.1),
+        lambda u, v: box(u, v, 1.1, 0.25), triangle, lambda u, v: box(u, v, 0.75, 0.75), lambda u, v: (box(u, v, 0.68, 0.68)).abs() - 0.17,
+        star, lambda u, v: torch.minimum(box(u, v, 1, 0.3), box(u, v, 0.3, 1))]
+    inside = torch.empty(n, 1, 32, 32)
+    for c, shape in enumerate(shapes):
+        inside[c::10, 0] = (0.5 - shape(u[c::10], v[c::10]) * r[c::10]).clamp(0, 1)
+    back, other, ink = uniform(0, 1, 3), uniform(0, 1, 3), uniform(0, 1, 3)
+    near = (ink - (back + other) / 2).abs().amax(1, keepdim=True) < 0.35  # keep the shape visible
+    ink = torch.where(near, ((back + other) / 2 + 0.5) % 1, ink)
+    slope = uniform(0, 2 * math.pi)[:, None, None]
+    shade = ((axis[None, None, :] * slope.cos() + axis[None, :, None] * slope.sin()) / 45 + 0.5).clamp(0, 1)[:, None]
+    image = back[:, :, None, None] * (1 - shade) + other[:, :, None, None] * shade
+    image = image * (1 - inside) + ink[:, :, None, None] * inside + uniform(-0.02, 0.02, 3, 32, 32)
+    return dict(images=(255 * image.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1).numpy(), labels=labels.numpy())
 
 # ---------------------------------------------------------------------------- plumbing: processes, signals, progress
 
@@ -351,3 +549,180 @@ def network_call(net, amp, compiled, device):
             return net(x, sigma).float()
 
     return call if amp else net
+
+
+# ---------------------------------------------------------------------------- plumbing: pictures
+
+COLOURS = ["#1f6fb4", "#e07b1a", "#2c9150", "#c23b3b", "#7b56a8", "#7a7a7a", "#b8860b", "#2aa6b0"]
+
+
+def save_png(path, image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    write_whole(path, buffer.getvalue())
+
+
+def save_grid(path, rows, names=None, zoom=None):
+    """A picture of images (uint8, C×H×W), one row each of `rows`, with the rows' names on the left."""
+    size = rows[0][0].shape[-1]
+    zoom = zoom or max(1, 64 // size)
+    font = ImageFont.load_default(15)
+    left = 10 + int(max(font.getlength(name) for name in names)) if names else 0
+    step = size * zoom + 2
+    picture = Image.new("RGB", (left + step * max(map(len, rows)), step * len(rows)), "white")
+    for i, row in enumerate(rows):
+        for j, image in enumerate(row):
+            pixels = image.expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()
+            picture.paste(Image.fromarray(pixels).resize((size * zoom,) * 2, Image.Resampling.NEAREST), (left + j * step, i * step))
+        if names:
+            ImageDraw.Draw(picture).text((left - 6, i * step + step // 2), names[i], "black", font, anchor="rm")
+    save_png(path, picture)
+
+
+def nice_ticks(low, high, log):
+    """About five round numbers from low to high."""
+    if log:
+        a, b = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        return [10.0**k for k in range(a, b + 1, max(1, (b - a) // 5)) if low * 0.999 <= 10.0**k <= high * 1.001]
+    raw = (high - low) / 5
+    step = min((m * 10 ** math.floor(math.log10(raw)) for m in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - raw))
+    return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def chart(path, panels, columns=None):
+    """Panels side by side: dict(title, x, y, lines=[(name, xs, ys[, low, high])], bars=[values], log_x, log_y, y_range)."""
+    K, W, H = 3, 460, 340  # drawn K times as large, then reduced: antialiased
+    columns = columns or len(panels)
+    picture = Image.new("RGB", (K * W * columns, K * H * -(-len(panels) // columns)), "white")
+    pen = ImageDraw.Draw(picture, "RGBA")
+    font, bold = ImageFont.load_default(13 * K), ImageFont.load_default(15 * K)
+    for n, panel in enumerate(panels):
+        x0, y0 = K * (W * (n % columns) + 62), K * (H * (n // columns) + 34)
+        x1, y1 = x0 + K * (W - 82), y0 + K * (H - 90)
+        lines = [([v[0]] + [[float(a) for a in s] for s in v[1:]]) for v in panel.get("lines", [])]
+        bars = [float(v) for v in panel.get("bars", [])]
+        logs = (panel.get("log_x", False), panel.get("log_y", False))
+        xs = [a for v in lines for a in v[1]] or [-0.5, len(bars) - 0.5]
+        ys = [a for v in lines for s in v[2:] for a in s if math.isfinite(a) and (a > 0 or not logs[1])] + (bars and [0.0, *bars]) or [0, 1]
+        low, high = panel.get("y_range") or (min(ys), max(ys))
+        if not panel.get("y_range"):
+            pad = (high / low) ** 0.05 if logs[1] else 0.06 * (high - low) or 1
+            low, high = (low / pad, high * pad) if logs[1] else (low - pad, high + pad)
+        spans = ((min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1), (low, high if high > low else low + 1))
+
+        def place(value, axis):
+            a, b = spans[axis]
+            if logs[axis]:
+                value, a, b = math.log(max(value, 1e-300)), math.log(a), math.log(b)
+            part = min(max((value - a) / (b - a), -0.02), 1.02)
+            return x0 + part * (x1 - x0) if axis == 0 else y1 - part * (y1 - y0)
+
+        for axis in (0, 1):
+            for tick in nice_ticks(*spans[axis], logs[axis]) if not (bars and axis == 0) else []:
+                p = place(tick, axis)
+                pen.line([(p, y0), (p, y1)] if axis == 0 else [(x0, p), (x1, p)], "#e4e4e4", K)
+                at, anchor = ((p, y1 + 5 * K), "mt") if axis == 0 else ((x0 - 6 * K, p), "rm")
+                pen.text(at, f"{tick:g}" if abs(tick) < 1e4 else f"{tick / 1000:g}k", "black", font, anchor=anchor)
+        for i, value in enumerate(bars):
+            edges = sorted([place(0, 1), place(value, 1)])
+            pen.rectangle([place(i - 0.4, 0), edges[0], place(i + 0.4, 0), edges[1]], COLOURS[0] if value >= 0 else COLOURS[3])
+        if bars:
+            pen.line([(x0, place(0, 1)), (x1, place(0, 1))], "black", K)
+        for i, (name, x, y, *band) in enumerate(lines):
+            colour = COLOURS[i % len(COLOURS)]
+            if band:
+                edge = list(zip(x, band[0])) + list(zip(x, band[1]))[::-1]
+                pen.polygon([(place(a, 0), place(b, 1)) for a, b in edge], colour + "38")
+            points = [(place(a, 0), place(b, 1)) for a, b in zip(x, y) if math.isfinite(b)]
+            pen.line(points, colour, 2 * K, joint="curve")
+            if len(points) <= 12:
+                for a, b in points:
+                    pen.ellipse([a - 3.5 * K, b - 3.5 * K, a + 3.5 * K, b + 3.5 * K], colour)
+        pen.rectangle([x0, y0, x1, y1], outline="#555555", width=K)
+        named = [(v[0], COLOURS[i % len(COLOURS)]) for i, v in enumerate(lines) if v[0]]
+        if named and panel.get("legend", True):  # in the upper corner that fewer points reach
+            wide = max(font.getlength(name) for name, _ in named) + 34 * K
+            tall = 17 * K * len(named) + 6 * K
+            corners = [(x0 + 6 * K, y0 + 6 * K), (x1 - wide - 6 * K, y0 + 6 * K), (x0 + 6 * K, y1 - tall - 6 * K), (x1 - wide - 6 * K, y1 - tall - 6 * K)]
+            dots = [(place(a, 0), place(b, 1)) for v in lines for a, b in zip(v[1], v[2]) if math.isfinite(b)]
+            a, b = min(corners, key=lambda c: sum(c[0] <= p <= c[0] + wide and c[1] <= q <= c[1] + tall for p, q in dots))
+            pen.rectangle([a, b, a + wide, b + tall], "#ffffffd8")
+            for i, (name, colour) in enumerate(named):
+                middle = b + K * (11 + 17 * i)
+                pen.line([(a + 5 * K, middle), (a + 25 * K, middle)], colour, 3 * K)
+                pen.text((a + 30 * K, middle), name, "black", font, anchor="lm")
+        pen.text(((x0 + x1) / 2, y0 - 8 * K), panel.get("title", ""), "black", bold, anchor="mb")
+        pen.text(((x0 + x1) / 2, y1 + 38 * K), panel.get("x", ""), "black", font, anchor="ms")
+        label = Image.new("L", (y1 - y0, 20 * K))
+        ImageDraw.Draw(label).text(((y1 - y0) / 2, 10 * K), panel.get("y", ""), 255, font, anchor="mm")
+        label = label.rotate(90, expand=True)
+        picture.paste("black", (x0 - 62 * K, y0), label)
+    save_png(path, picture.resize((picture.width // K, picture.height // K), Image.Resampling.LANCZOS))
+
+
+# ---------------------------------------------------------------------------- the stage itself
+
+
+def image_draw(images, labels, batch, seed, sigma_min, sigma_max, flip):
+    """→ draw(generator, step) for `fit`: x in [0, 1], σ, y, z. Each epoch takes every image once, in an order given by the seed."""
+    n = len(images)
+
+    @functools.lru_cache(2)
+    def order(epoch):
+        return torch.randperm(n, generator=torch.Generator().manual_seed(mix(seed, "epoch", epoch)))
+
+    def draw(generator, step):
+        low, high = step * batch, (step + 1) * batch
+        index = torch.cat([order(e)[max(low - e * n, 0) : high - e * n] for e in range(low // n, (high - 1) // n + 1)])
+        x = images[index].float() / 255
+        if flip:
+            x = torch.where(torch.rand(batch, 1, 1, 1, generator=generator) < 0.5, x, x.flip(3))
+        sigma, z = draw_noise(generator, x.shape, sigma_min, sigma_max)
+        return x, sigma, labels[index], z
+
+    return draw
+
+
+def main():
+    parser = Parser(__doc__)
+    shared_flags(parser, PRESETS)
+    parser.flag("--sigma-max", 50.0, "largest noise level, in units of pixels in [0, 1]", number(float, 0.1, 1e4))
+    parser.flag("--no-flip", False, "no random mirror images (fashion has none: its shoes all point one way)")
+    parser.flag("--compile", False, "torch.compile the network")
+    parser.flag("--sample-every", 5000, "steps between sample pictures", number(int, 1, 10**9))
+    args = parser.parse_args()
+    device = set_up(args)
+    preset = from_preset(args, PRESETS)
+    images, labels, names = load_images(args.data, "train", args.size, args.root)
+    path = run_folder(args) / f"score{f'-{args.tag}' if args.tag else ''}.pt"
+    flip = not args.no_flip and args.data != "fashion"
+    torch.manual_seed(mix(args.seed, "weights"))
+    net = NCSNpp(images.shape[-1], images.shape[1], *(preset[key] for key in ("width", "mults", "blocks", "attention", "dropout", "edm"))).to(device)
+    settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1], sigma_min=0.01, sigma_max=args.sigma_max,
+                    flip=flip, seed=args.seed, amp=args.amp, config=net.config, **{key: preset[key] for key in ("batch", "lr", "warmup", "ema")})
+    say(f"{path}: {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M parameters, {len(images)} images {tuple(images.shape[1:])}, on {device}")
+    call = network_call(net, args.amp, args.compile, device)
+
+    def pictures(step, ema):
+        from sample import heun_sampler, sigma_grid  # the one import against the order of the stages
+        generator = torch.Generator().manual_seed(0)
+
+        def noise(x):
+            return torch.randn(x.shape, generator=generator).to(device)
+
+        with torch.no_grad(), ema.applied():
+            net.eval()
+            x = args.sigma_max * noise(torch.empty(32, *images.shape[1:]))
+            try:
+                x = heun_sampler(call, x, sigma_grid(33, 0.01, args.sigma_max, rho=7), churn=0.4, noise=noise)
+            except UserError:  # an untrained network may give no score at all
+                return
+        save_grid(path.with_name(path.stem + "-samples.png"), list((255 * x.clamp(0, 1)).round().to(torch.uint8).split(8)))
+
+    fit(net, image_draw(images, labels, preset["batch"], args.seed, 0.01, args.sigma_max, flip), lambda x, sigma, y, z: dsm_loss(call, x, sigma, z),
+        path, "score", settings, steps=preset["steps"], lr=preset["lr"], warmup=preset["warmup"], clip=1.0, ema=preset["ema"], seed=args.seed,
+        device=device, save_every=args.save_every, every=args.sample_every, inspect=pictures, restart=args.restart)
+
+
+if __name__ == "__main__":
+    run(main)
