@@ -99,7 +99,7 @@ def as_points(values, name):
 def block(points, center, dtype, start):
     """Points from start on: centred and in `dtype`, their squared norms, and as they are."""
     exact = points[start : start + TILE]
-    near = (exact - center).to(dtype)
+    near = (exact - center.to(torch.promote_types(exact.dtype, dtype))).to(dtype)
     return near, near.square().sum(1), exact
 
 

@@ -42,7 +42,8 @@ class NoiseEmbedding(nn.Module):
 
 
 def group_norm(channels):
-    return nn.GroupNorm(min(channels // 4, 32), channels, eps=1e-6)
+    """min(channels / 4, 32) groups; where that does not divide the channels, the next smaller number that does."""
+    return nn.GroupNorm(next(g for g in range(min(channels // 4, 32), 0, -1) if channels % g == 0), channels, eps=1e-6)
 
 
 def fir_filter(x, resample):
@@ -121,8 +122,6 @@ class NCSNpp(nn.Module):
                            attention=tuple(attention), dropout=dropout, edm=edm)
         if image_size % 2 ** (len(mults) - 1):
             raise UserError(f"image size {image_size}: {len(mults)} levels need a multiple of {2 ** (len(mults) - 1)} (--size resizes)")
-        if width % 4:
-            raise UserError(f"width {width}: must be a multiple of 4 (groups of the normalisation)")
         E = 4 * width
 
         def block(inputs, outputs, resample=None):

@@ -17,12 +17,12 @@ import shutil
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from models import UserError, checksum, fold_batchnorm, load_model, sigma_at, write_whole
 from train_classifier import likelihood_score
-from train_score import (CLASSES, Parser, Progress, caught_signals, lock, mix, network_call, number, process, read_npz, run, run_folder,
-                         save_grid, say, set_up, shared_flags, spread)
+from train_score import (CLASSES, Parser, Progress, caught_signals, lock, mix, network_call, number, process, read_npz, run, run_folder, say,
+                         set_up, shared_flags, spread)
 
 GUIDANCE = {  # the classifier it takes, its own α, re-normalised or not
     "none": (None, 1.0, False),
@@ -116,6 +116,115 @@ def sigma_grid(steps, sigma_min, sigma_max, rho=None):
     return torch.cat([sigmas, sigmas.new_zeros(1)])
 
 
+# ---------------------------------------------------------------------------- pictures
+
+COLOURS = ["#1f6fb4", "#e07b1a", "#2c9150", "#c23b3b", "#7b56a8", "#7a7a7a", "#b8860b", "#2aa6b0"]
+
+
+def save_png(path, image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    write_whole(path, buffer.getvalue())
+
+
+def save_grid(path, rows, names=None, zoom=None):
+    """A picture of images (uint8, C×H×W), one row each of `rows`, with the rows' names on the left."""
+    size = rows[0][0].shape[-1]
+    zoom = zoom or max(1, 64 // size)
+    font = ImageFont.load_default(15)
+    left = 10 + int(max(font.getlength(name) for name in names)) if names else 0
+    step = size * zoom + 2
+    picture = Image.new("RGB", (left + step * max(map(len, rows)), step * len(rows)), "white")
+    for i, row in enumerate(rows):
+        for j, image in enumerate(row):
+            pixels = image.expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()
+            picture.paste(Image.fromarray(pixels).resize((size * zoom,) * 2, Image.Resampling.NEAREST), (left + j * step, i * step))
+        if names:
+            ImageDraw.Draw(picture).text((left - 6, i * step + step // 2), names[i], "black", font, anchor="rm")
+    save_png(path, picture)
+
+
+def nice_ticks(low, high, log):
+    """About five round numbers from low to high."""
+    if log:
+        a, b = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        return [10.0**k for k in range(a, b + 1, max(1, (b - a) // 5)) if low * 0.999 <= 10.0**k <= high * 1.001]
+    raw = (high - low) / 5
+    step = min((m * 10 ** math.floor(math.log10(raw)) for m in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - raw))
+    return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def chart(path, panels, columns=None):
+    """Panels side by side: dict(title, x, y, lines=[(name, xs, ys[, low, high])], bars=[values], log_x, log_y, y_range)."""
+    K, W, H = 3, 460, 340  # drawn K times as large, then reduced: antialiased
+    columns = columns or len(panels)
+    picture = Image.new("RGB", (K * W * columns, K * H * -(-len(panels) // columns)), "white")
+    pen = ImageDraw.Draw(picture, "RGBA")
+    font, bold = ImageFont.load_default(13 * K), ImageFont.load_default(15 * K)
+    for n, panel in enumerate(panels):
+        x0, y0 = K * (W * (n % columns) + 62), K * (H * (n // columns) + 34)
+        x1, y1 = x0 + K * (W - 82), y0 + K * (H - 90)
+        lines = [([v[0]] + [[float(a) for a in s] for s in v[1:]]) for v in panel.get("lines", [])]
+        bars = [float(v) for v in panel.get("bars", [])]
+        logs = (panel.get("log_x", False), panel.get("log_y", False))
+        xs = [a for v in lines for a in v[1]] or [-0.5, len(bars) - 0.5]
+        ys = [a for v in lines for s in v[2:] for a in s if math.isfinite(a) and (a > 0 or not logs[1])] + (bars and [0.0, *bars]) or [0, 1]
+        low, high = panel.get("y_range") or (min(ys), max(ys))
+        if not panel.get("y_range"):
+            pad = (high / low) ** 0.05 if logs[1] else 0.06 * (high - low) or 1
+            low, high = (low / pad, high * pad) if logs[1] else (low - pad, high + pad)
+        spans = ((min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1), (low, high if high > low else low + 1))
+
+        def place(value, axis):
+            a, b = spans[axis]
+            if logs[axis]:
+                value, a, b = math.log(max(value, 1e-300)), math.log(a), math.log(b)
+            part = min(max((value - a) / (b - a), -0.02), 1.02)
+            return x0 + part * (x1 - x0) if axis == 0 else y1 - part * (y1 - y0)
+
+        for axis in (0, 1):
+            for tick in nice_ticks(*spans[axis], logs[axis]) if not (bars and axis == 0) else []:
+                p = place(tick, axis)
+                pen.line([(p, y0), (p, y1)] if axis == 0 else [(x0, p), (x1, p)], "#e4e4e4", K)
+                at, anchor = ((p, y1 + 5 * K), "mt") if axis == 0 else ((x0 - 6 * K, p), "rm")
+                pen.text(at, f"{tick:g}" if abs(tick) < 1e4 else f"{tick / 1000:g}k", "black", font, anchor=anchor)
+        for i, value in enumerate(bars):
+            edges = sorted([place(0, 1), place(value, 1)])
+            pen.rectangle([place(i - 0.4, 0), edges[0], place(i + 0.4, 0), edges[1]], COLOURS[0] if value >= 0 else COLOURS[3])
+        if bars:
+            pen.line([(x0, place(0, 1)), (x1, place(0, 1))], "black", K)
+        for i, (name, x, y, *band) in enumerate(lines):
+            colour = COLOURS[i % len(COLOURS)]
+            if band:
+                edge = list(zip(x, band[0])) + list(zip(x, band[1]))[::-1]
+                pen.polygon([(place(a, 0), place(b, 1)) for a, b in edge], colour + "38")
+            points = [(place(a, 0), place(b, 1)) for a, b in zip(x, y) if math.isfinite(b)]
+            pen.line(points, colour, 2 * K, joint="curve")
+            if len(points) <= 12:
+                for a, b in points:
+                    pen.ellipse([a - 3.5 * K, b - 3.5 * K, a + 3.5 * K, b + 3.5 * K], colour)
+        pen.rectangle([x0, y0, x1, y1], outline="#555555", width=K)
+        named = [(v[0], COLOURS[i % len(COLOURS)]) for i, v in enumerate(lines) if v[0]]
+        if named and panel.get("legend", True):  # in the upper corner that fewer points reach
+            wide = max(font.getlength(name) for name, _ in named) + 34 * K
+            tall = 17 * K * len(named) + 6 * K
+            corners = [(x0 + 6 * K, y0 + 6 * K), (x1 - wide - 6 * K, y0 + 6 * K), (x0 + 6 * K, y1 - tall - 6 * K), (x1 - wide - 6 * K, y1 - tall - 6 * K)]
+            dots = [(place(a, 0), place(b, 1)) for v in lines for a, b in zip(v[1], v[2]) if math.isfinite(b)]
+            a, b = min(corners, key=lambda c: sum(c[0] <= p <= c[0] + wide and c[1] <= q <= c[1] + tall for p, q in dots))
+            pen.rectangle([a, b, a + wide, b + tall], "#ffffffd8")
+            for i, (name, colour) in enumerate(named):
+                middle = b + K * (11 + 17 * i)
+                pen.line([(a + 5 * K, middle), (a + 25 * K, middle)], colour, 3 * K)
+                pen.text((a + 30 * K, middle), name, "black", font, anchor="lm")
+        pen.text(((x0 + x1) / 2, y0 - 8 * K), panel.get("title", ""), "black", bold, anchor="mb")
+        pen.text(((x0 + x1) / 2, y1 + 38 * K), panel.get("x", ""), "black", font, anchor="ms")
+        label = Image.new("L", (y1 - y0, 20 * K))
+        ImageDraw.Draw(label).text(((y1 - y0) / 2, 10 * K), panel.get("y", ""), 255, font, anchor="mm")
+        label = label.rotate(90, expand=True)
+        picture.paste("black", (x0 - 62 * K, y0), label)
+    save_png(path, picture.resize((picture.width // K, picture.height // K), Image.Resampling.LANCZOS))
+
+
 # ---------------------------------------------------------------------------- the stage itself
 
 
@@ -184,7 +293,7 @@ def calibrated(folder, name, device):
 
 def sample(path, recipe, score_for, shape, device, restart, progress):
     """All batches of `recipe` that are not on disk yet, this process's share of them → images, labels."""
-    shards, (rank, world) = path.with_suffix(""), process()
+    shards, (rank, world) = path.with_suffix(".parts"), process()
     n, batch = recipe["n"], recipe["batch"]
     if rank == 0:
         if restart:
@@ -317,7 +426,7 @@ def finish(path, images, labels, recipe, names, png):
     write_whole(path, npz_bytes(**arrays))
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
     save_grid(path.with_suffix(".png"), [pixels[labels == c][:16] for c in recipe["classes"][:20]], names and recipe["guidance"] != "none" and names[:20] or None)
-    shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+    shutil.rmtree(path.with_suffix(".parts"), ignore_errors=True)
     if png:
         for i, (image, label) in enumerate(zip(images, labels)):
             name = (names or [])[recipe["classes"].index(label)] if names else str(label)

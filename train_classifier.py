@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from models import NoisyResNet, UserError, checksum, load_model, sigma_at, write_whole
-from train_score import (Parser, chart, fit, from_preset, image_draw, load_images, mix, network_call, number, run, run_folder, say, set_up,
+from train_score import (Parser, fit, from_preset, image_draw, load_images, mix, network_call, number, run, run_folder, say, set_up,
                          shared_flags, spread)
 
 PRESETS = {
@@ -102,6 +102,7 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
 
 def diagnose_run(folder, score_net, images, labels, device):
     """The diagnosis of every classifier of a run: a table on stdout, diagnose.json, diagnose.png."""
+    from sample import chart
     settings = score_net.about["settings"]
     files = sorted(folder.glob("classifier-*.pt"))
     if not files:

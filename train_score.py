@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import io
 import json
 import math
 import os
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from models import EMA, NCSNpp, UserError, checksum, header, load_checkpoint, save_checkpoint, sigma_at, write_whole
 
@@ -36,11 +35,11 @@ PRESETS = {
     # What the authors ran: NCSN++ deep, continuous (Song et al. 2021), 107.6 M parameters.
     "paper": dict(width=128, mults=(1, 2, 2, 2), blocks=8, attention=(16,), dropout=0.1, edm=False,
                   steps=950_000, batch=128, lr=2e-4, warmup=5_000, ema=0.999),
-    # One GPU, about a day: the same network, narrower and shallower, predicting as EDM does.
-    "lite": dict(width=96, mults=(1, 2, 2, 2), blocks=2, attention=(16,), dropout=0.1, edm=True,
+    # One GPU, about a day: the same network at half the width and depth, 15.7 M, predicting as EDM does.
+    "lite": dict(width=64, mults=(1, 2, 2, 2), blocks=4, attention=(16,), dropout=0.1, edm=True,
                  steps=300_000, batch=128, lr=2e-4, warmup=5_000, ema=0.9999),
-    # A CPU: minutes for a first look, an hour for recognisable pictures.
-    "tiny": dict(width=32, mults=(1, 2, 2), blocks=1, attention=(8,), dropout=0.0, edm=True,
+    # A CPU, 1 M: minutes for a first look, an hour for good pictures at 16×16.
+    "tiny": dict(width=28, mults=(1, 2, 2), blocks=1, attention=(8,), dropout=0.0, edm=True,
                  steps=4_000, batch=64, lr=1e-3, warmup=200, ema=0.999),
 }
 
@@ -100,6 +99,7 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
                                            weights=net.state_dict(), ema=state, optimizer=optimizer.state_dict()))
                 write_whole(log_path, "".join(json.dumps(record) + "\n" for record in log).encode())
                 if not quiet:
+                    from sample import chart
                     curve = [(r["step"], r["loss"]) for r in log if "loss" in r]
                     chart(path.with_suffix(".png"), [dict(title=path.name, x="step", y="loss", log_y=True, lines=[("", *zip(*curve))])] if curve else [])
 
@@ -175,33 +175,27 @@ CLASSES = {
 
 
 def load_images(data, split="train", size=None, root="data"):
-    """→ images (N, C, H, W) uint8, labels (N,) int64, class names. `split` is train or test; a seeded tenth where a set has none."""
-    path, file = pathlib.Path(data), pathlib.Path(root) / f"{data}.npz"
-    names = CLASSES.get(data)
-    if data in NAMED and not file.exists():
-        images, labels, names = from_torchvision(data, split, root)
-        found = {("test_" if split == "test" else "") + "images": images, ("test_" if split == "test" else "") + "labels": labels}
-        path, own_test = file, True
-    elif data == "shapes":
-        found, own_test = draw_shapes(split), True
-        if split == "test":
-            found = {f"test_{key}": value for key, value in found.items()}
-    elif data in NAMED or path.suffix == ".npz":
-        path = file if data in NAMED else path
+    """→ images (N, C, H, W) uint8, labels (N,) int64, class names. `split` is train or test; where a set has no test split, a seeded tenth."""
+    path, names = pathlib.Path(data), CLASSES.get(data)
+    if data in NAMED:
+        path = pathlib.Path(root) / f"{data}.npz"
+    if data == "shapes":
+        found = draw_shapes()
+    elif data in NAMED and not path.exists():
+        found, names = from_torchvision(data, root)
+    elif path.suffix == ".npz":
         found = read_npz(path)
-        own_test = "test_images" in found
     elif path.is_dir():
         found, names = read_folder(path, size)
-        own_test = False
     else:
         raise UserError(f"--data {data}: neither a named set ({', '.join([*NAMED, 'shapes'])}) nor an .npz or a folder that is there")
-    prefix = "test_" if split == "test" and own_test else ""
-    images, labels = check_images(path, found, prefix)
-    classes = len(names) if names else int(labels.max()) + 1
+    own_test = "test_images" in found
+    images, labels = check_images(path, found, "test_" if split == "test" and own_test else "")
+    classes = len(names) if names else int(np.max(found["labels"])) + 1
     counts = torch.bincount(labels, minlength=classes)
     if len(counts) > classes or not counts.all():
         raise UserError(f"{path}: labels must be 0 to {classes - 1}, each class with at least one image; the counts are {counts.tolist()[:20]}")
-    if not own_test:  # a seeded tenth is held out
+    if not own_test:
         held = torch.zeros(len(images), dtype=torch.bool)
         held[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: max(1, len(images) // 10)]] = True
         keep = held if split == "test" else ~held
@@ -296,23 +290,25 @@ def import_torchvision():
     return torchvision
 
 
-def from_torchvision(data, split, root):
+def from_torchvision(data, root):
     kind, files = NAMED[data]
     try:
-        found = getattr(import_torchvision().datasets, kind)(root, train=split == "train", download=True)
+        sets = [getattr(import_torchvision().datasets, kind)(root, train=train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
         raise UserError(f"--data {data}: cannot be downloaded ({str(error).splitlines()[0]}); put {files} into {root}/, or {root}/{data}.npz with "
                         "images, labels, test_images, test_labels; --data shapes needs no download") from None
-    images = np.asarray(found.data)
-    if images.ndim == 3:  # Fashion-MNIST: 28×28 grey, padded to 32×32
-        images = np.pad(images[..., None], ((0, 0), (2, 2), (2, 2), (0, 0)))
-    return images, np.asarray(found.targets), CLASSES.get(data) or list(found.classes)
+    found = {}
+    for prefix, part in zip(("", "test_"), sets):
+        images = np.asarray(part.data)
+        if images.ndim == 3:  # Fashion-MNIST: 28×28 grey, padded to 32×32
+            images = np.pad(images[..., None], ((0, 0), (2, 2), (2, 2), (0, 0)))
+        found.update({f"{prefix}images": images, f"{prefix}labels": np.asarray(part.targets)})
+    return found, CLASSES.get(data) or list(sets[0].classes)
 
 
-def draw_shapes(split, count=None):
-    """Ten classes of coloured shapes, any place, size, angle and colours, on a shaded background: 10,000 to train, 2,000 to test."""
-    n = count or (10_000 if split == "train" else 2_000)
-    g = torch.Generator().manual_seed(0 if split == "train" else 1)
+def draw_shapes(n=12_000, test=2_000):
+    """Ten classes of coloured shapes, any place, size, angle and colours, on a shaded background; the last `test` are the test split."""
+    g = torch.Generator().manual_seed(0)
 
     def uniform(low, high, *shape):
         return low + (high - low) * torch.rand(n, *shape, generator=g)
@@ -352,7 +348,8 @@ def draw_shapes(split, count=None):
     shade = ((axis[None, None, :] * slope.cos() + axis[None, :, None] * slope.sin()) / 45 + 0.5).clamp(0, 1)[:, None]
     image = back[:, :, None, None] * (1 - shade) + other[:, :, None, None] * shade
     image = image * (1 - inside) + ink[:, :, None, None] * inside + uniform(-0.02, 0.02, 3, 32, 32)
-    return dict(images=(255 * image.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1).numpy(), labels=labels.numpy())
+    images, labels = (255 * image.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1).numpy(), labels.numpy()
+    return dict(images=images[:-test], labels=labels[:-test], test_images=images[-test:], test_labels=labels[-test:])
 
 # ---------------------------------------------------------------------------- plumbing: processes, signals, progress
 
@@ -551,115 +548,6 @@ def network_call(net, amp, compiled, device):
     return call if amp else net
 
 
-# ---------------------------------------------------------------------------- plumbing: pictures
-
-COLOURS = ["#1f6fb4", "#e07b1a", "#2c9150", "#c23b3b", "#7b56a8", "#7a7a7a", "#b8860b", "#2aa6b0"]
-
-
-def save_png(path, image):
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", optimize=True)
-    write_whole(path, buffer.getvalue())
-
-
-def save_grid(path, rows, names=None, zoom=None):
-    """A picture of images (uint8, C×H×W), one row each of `rows`, with the rows' names on the left."""
-    size = rows[0][0].shape[-1]
-    zoom = zoom or max(1, 64 // size)
-    font = ImageFont.load_default(15)
-    left = 10 + int(max(font.getlength(name) for name in names)) if names else 0
-    step = size * zoom + 2
-    picture = Image.new("RGB", (left + step * max(map(len, rows)), step * len(rows)), "white")
-    for i, row in enumerate(rows):
-        for j, image in enumerate(row):
-            pixels = image.expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()
-            picture.paste(Image.fromarray(pixels).resize((size * zoom,) * 2, Image.Resampling.NEAREST), (left + j * step, i * step))
-        if names:
-            ImageDraw.Draw(picture).text((left - 6, i * step + step // 2), names[i], "black", font, anchor="rm")
-    save_png(path, picture)
-
-
-def nice_ticks(low, high, log):
-    """About five round numbers from low to high."""
-    if log:
-        a, b = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        return [10.0**k for k in range(a, b + 1, max(1, (b - a) // 5)) if low * 0.999 <= 10.0**k <= high * 1.001]
-    raw = (high - low) / 5
-    step = min((m * 10 ** math.floor(math.log10(raw)) for m in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - raw))
-    return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def chart(path, panels, columns=None):
-    """Panels side by side: dict(title, x, y, lines=[(name, xs, ys[, low, high])], bars=[values], log_x, log_y, y_range)."""
-    K, W, H = 3, 460, 340  # drawn K times as large, then reduced: antialiased
-    columns = columns or len(panels)
-    picture = Image.new("RGB", (K * W * columns, K * H * -(-len(panels) // columns)), "white")
-    pen = ImageDraw.Draw(picture, "RGBA")
-    font, bold = ImageFont.load_default(13 * K), ImageFont.load_default(15 * K)
-    for n, panel in enumerate(panels):
-        x0, y0 = K * (W * (n % columns) + 62), K * (H * (n // columns) + 34)
-        x1, y1 = x0 + K * (W - 82), y0 + K * (H - 90)
-        lines = [([v[0]] + [[float(a) for a in s] for s in v[1:]]) for v in panel.get("lines", [])]
-        bars = [float(v) for v in panel.get("bars", [])]
-        logs = (panel.get("log_x", False), panel.get("log_y", False))
-        xs = [a for v in lines for a in v[1]] or [-0.5, len(bars) - 0.5]
-        ys = [a for v in lines for s in v[2:] for a in s if math.isfinite(a) and (a > 0 or not logs[1])] + (bars and [0.0, *bars]) or [0, 1]
-        low, high = panel.get("y_range") or (min(ys), max(ys))
-        if not panel.get("y_range"):
-            pad = (high / low) ** 0.05 if logs[1] else 0.06 * (high - low) or 1
-            low, high = (low / pad, high * pad) if logs[1] else (low - pad, high + pad)
-        spans = ((min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1), (low, high if high > low else low + 1))
-
-        def place(value, axis):
-            a, b = spans[axis]
-            if logs[axis]:
-                value, a, b = math.log(max(value, 1e-300)), math.log(a), math.log(b)
-            part = min(max((value - a) / (b - a), -0.02), 1.02)
-            return x0 + part * (x1 - x0) if axis == 0 else y1 - part * (y1 - y0)
-
-        for axis in (0, 1):
-            for tick in nice_ticks(*spans[axis], logs[axis]) if not (bars and axis == 0) else []:
-                p = place(tick, axis)
-                pen.line([(p, y0), (p, y1)] if axis == 0 else [(x0, p), (x1, p)], "#e4e4e4", K)
-                at, anchor = ((p, y1 + 5 * K), "mt") if axis == 0 else ((x0 - 6 * K, p), "rm")
-                pen.text(at, f"{tick:g}" if abs(tick) < 1e4 else f"{tick / 1000:g}k", "black", font, anchor=anchor)
-        for i, value in enumerate(bars):
-            edges = sorted([place(0, 1), place(value, 1)])
-            pen.rectangle([place(i - 0.4, 0), edges[0], place(i + 0.4, 0), edges[1]], COLOURS[0] if value >= 0 else COLOURS[3])
-        if bars:
-            pen.line([(x0, place(0, 1)), (x1, place(0, 1))], "black", K)
-        for i, (name, x, y, *band) in enumerate(lines):
-            colour = COLOURS[i % len(COLOURS)]
-            if band:
-                edge = list(zip(x, band[0])) + list(zip(x, band[1]))[::-1]
-                pen.polygon([(place(a, 0), place(b, 1)) for a, b in edge], colour + "38")
-            points = [(place(a, 0), place(b, 1)) for a, b in zip(x, y) if math.isfinite(b)]
-            pen.line(points, colour, 2 * K, joint="curve")
-            if len(points) <= 12:
-                for a, b in points:
-                    pen.ellipse([a - 3.5 * K, b - 3.5 * K, a + 3.5 * K, b + 3.5 * K], colour)
-        pen.rectangle([x0, y0, x1, y1], outline="#555555", width=K)
-        named = [(v[0], COLOURS[i % len(COLOURS)]) for i, v in enumerate(lines) if v[0]]
-        if named and panel.get("legend", True):  # in the upper corner that fewer points reach
-            wide = max(font.getlength(name) for name, _ in named) + 34 * K
-            tall = 17 * K * len(named) + 6 * K
-            corners = [(x0 + 6 * K, y0 + 6 * K), (x1 - wide - 6 * K, y0 + 6 * K), (x0 + 6 * K, y1 - tall - 6 * K), (x1 - wide - 6 * K, y1 - tall - 6 * K)]
-            dots = [(place(a, 0), place(b, 1)) for v in lines for a, b in zip(v[1], v[2]) if math.isfinite(b)]
-            a, b = min(corners, key=lambda c: sum(c[0] <= p <= c[0] + wide and c[1] <= q <= c[1] + tall for p, q in dots))
-            pen.rectangle([a, b, a + wide, b + tall], "#ffffffd8")
-            for i, (name, colour) in enumerate(named):
-                middle = b + K * (11 + 17 * i)
-                pen.line([(a + 5 * K, middle), (a + 25 * K, middle)], colour, 3 * K)
-                pen.text((a + 30 * K, middle), name, "black", font, anchor="lm")
-        pen.text(((x0 + x1) / 2, y0 - 8 * K), panel.get("title", ""), "black", bold, anchor="mb")
-        pen.text(((x0 + x1) / 2, y1 + 38 * K), panel.get("x", ""), "black", font, anchor="ms")
-        label = Image.new("L", (y1 - y0, 20 * K))
-        ImageDraw.Draw(label).text(((y1 - y0) / 2, 10 * K), panel.get("y", ""), 255, font, anchor="mm")
-        label = label.rotate(90, expand=True)
-        picture.paste("black", (x0 - 62 * K, y0), label)
-    save_png(path, picture.resize((picture.width // K, picture.height // K), Image.Resampling.LANCZOS))
-
-
 # ---------------------------------------------------------------------------- the stage itself
 
 
@@ -704,7 +592,7 @@ def main():
     call = network_call(net, args.amp, args.compile, device)
 
     def pictures(step, ema):
-        from sample import heun_sampler, sigma_grid  # the one import against the order of the stages
+        from sample import heun_sampler, save_grid, sigma_grid
         generator = torch.Generator().manual_seed(0)
 
         def noise(x):
