@@ -31,7 +31,7 @@ OFFICIAL = HERE.parent / "shared" / "official"
 
 def command(script, *args, cwd, code=0, processes=1, seconds=300):
     """Runs one of the scripts as a user does; with another exit code than 0, checks for the one line on stderr → its output."""
-    start = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    start = [sys.executable] if processes == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*start, str(HERE / script), *map(str, args)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == code, done.stdout + done.stderr
@@ -485,3 +485,192 @@ def test_batches_take_every_image_once_an_epoch():
     draw = image_draw(images, torch.arange(10), 4, 0, 0.01, 50.0, False)
     seen = torch.cat([draw(torch.Generator().manual_seed(step), step)[2] for step in range(5)])
     assert sorted(seen[:10].tolist()) == list(range(10)) == sorted(seen[10:].tolist()) and seen[:10].tolist() != seen[10:].tolist()
+
+
+# ---------------------------------------------------------------------------- training, as a user runs it
+
+SMALL = ("--preset", "tiny", "--width", 8, "--batch", 16)
+
+
+def train_score(shapes, cwd, steps, *more, **keywords):
+    return command("train_score.py", "--data", shapes, *SMALL, "--steps", steps, *more, cwd=cwd, **keywords)
+
+
+def train_classifier(shapes, cwd, steps, loss, *more, **keywords):
+    return command("train_classifier.py", "--data", shapes, *SMALL, "--steps", steps, "--loss", loss, "--diagnose-n", 80, *more, cwd=cwd, **keywords)
+
+
+@pytest.fixture(scope="session")
+def trained(shapes, tmp_path_factory):
+    """A folder with runs/small: a score model and two classifiers of a few steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    train_score(shapes, folder, 12)
+    for loss in ("ce", "total"):
+        train_classifier(shapes, folder, 12, loss)
+    return folder
+
+
+def assert_equal_checkpoints(a, b):
+    a, b = load_checkpoint(a), load_checkpoint(b)
+    assert a["step"] == b["step"] and a["settings"] == b["settings"]
+    for x, y in ((a["weights"], b["weights"]), (a["ema"] or {}, b["ema"] or {}), (a["optimizer"]["state"], b["optimizer"]["state"])):
+        assert str(x) == str(y)  # structure, and a first look
+        flat = [list(torch.utils._pytree.tree_leaves(v)) for v in (x, y)]
+        assert all(torch.equal(torch.as_tensor(p), torch.as_tensor(q)) for p, q in zip(*flat))
+
+
+@pytest.mark.parametrize("stage", ["score", "classifier"])
+def test_resume_after_a_kill_is_exact(stage, shapes, trained, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        (folder / "runs" / "small").mkdir(parents=True)
+        if stage == "classifier":
+            (folder / "runs" / "small" / "score.pt").symlink_to(trained / "runs" / "small" / "score.pt")
+    script, extra = (("train_score.py", ["--sample-every", 1000]) if stage == "score" else ("train_classifier.py", ["--loss", "total", "--diagnose-n", 8]))
+    arguments = ["--data", shapes, *SMALL, "--steps", 60, "--save-every", 7, *extra]
+    command(script, *arguments, cwd=whole)
+    name = "score.pt" if stage == "score" else "classifier-total.pt"
+    for round in range(2):
+        process = subprocess.Popen([sys.executable, str(HERE / script), *map(str, arguments)], cwd=killed, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        file, begun = killed / "runs" / "small" / name, time.time()
+        before = file.stat().st_mtime_ns if file.exists() else 0
+        while time.time() - begun < 60 and process.poll() is None and not (file.exists() and file.stat().st_mtime_ns > before):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL if round == 0 else signal.SIGTERM)
+        output = process.communicate()[0].decode()
+        assert process.returncode == (-9 if round == 0 else 143), output
+        assert round == 0 or "the same command continues" in output
+    assert "continuing at step" in command(script, *arguments, cwd=killed)
+    assert_equal_checkpoints(whole / "runs" / "small" / name, killed / "runs" / "small" / name)
+    assert "finished already" in command(script, *arguments, cwd=killed)
+
+
+def test_two_processes_take_the_path_of_one(shapes, trained, tmp_path):
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        train_score(shapes, folder.parent, 5, "--run", f"{folder}/", processes=processes)
+        train_classifier(shapes, folder.parent, 5, "total", "--norm", "group", "--run", f"{folder}/", "--score", trained / "runs" / "small" / "score.pt", processes=processes)
+    for name in ("score.pt", "classifier-total.pt"):
+        one, two = (load_checkpoint(tmp_path / n / name) for n in "12")
+        for key, value in one["weights"].items():
+            assert torch.allclose(value, two["weights"][key], atol=1e-4), key
+
+
+def test_other_settings_are_an_error_and_tag_and_restart_are_the_ways_out(shapes, trained):
+    assert "lr = 0.001, not 0.5; --tag" in train_score(shapes, trained, 12, "--lr", 0.5, code=2)
+    assert "was made with" in train_classifier(shapes, trained, 12, "total", "--lam", 7, code=2)
+    train_classifier(shapes, trained, 3, "total", "--lam", 7, "--tag", "lam7")
+    assert load_model(trained / "runs" / "small" / "classifier-total-lam7.pt").about["settings"]["lam"] == 7
+
+
+def test_a_loss_that_explodes_stops_and_keeps_the_last_good_checkpoint(shapes, tmp_path):
+    train_score(shapes, tmp_path, 5)
+    before = (tmp_path / "runs" / "small" / "score.pt").read_bytes()
+    message = train_score(shapes, tmp_path, 50, "--lr", 1e3, "--tag", "absurd", code=2)
+    assert "step" in message and "σ =" in message and "--lr" in message
+    assert before == (tmp_path / "runs" / "small" / "score.pt").read_bytes()
+    assert not (tmp_path / "runs" / "small" / "score-absurd.pt").exists()
+
+
+def test_training_refuses_what_cannot_work(shapes, trained, tmp_path):
+    assert "--compile with --loss total" in train_classifier(shapes, trained, 3, "total", "--compile", code=2)
+    assert "train_score.py" in train_classifier(shapes, tmp_path, 3, "ce", code=2)
+    assert "--size" in train_classifier("shapes", tmp_path, 3, "ce", "--score", trained / "runs" / "small" / "score.pt", code=2)
+    assert "--steps" in train_score(shapes, tmp_path, 0, code=2)
+    assert "--device" in train_score(shapes, tmp_path, 3, "--device", "warp", code=2)
+    assert "not a readable checkpoint" in train_classifier(shapes, tmp_path, 3, "ce", "--score", shapes, code=2)
+
+
+def test_diagnosis_knows_a_perfect_classifier():
+    """Images of one pixel, 0.2 or 0.8 with the label 0 or 1: prior, posterior and their scores are exact."""
+    labels = torch.arange(4000) % 2
+    images = (51 + 153 * labels).to(torch.uint8).view(-1, 1, 1, 1)
+
+    def log_joint(x, sigma):
+        return torch.cat([-(x.flatten(1) - c) ** 2 / (2 * sigma[:, None] ** 2) for c in (0.2, 0.8)], 1)
+
+    def prior(x, sigma):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(torch.logsumexp(log_joint(x, sigma), 1).sum(), x)[0]
+
+    perfect, steep = (diagnose(lambda x, s: a * log_joint(x, s), prior, images, labels, 0.01, 10.0) for a in (1, 2))
+    for right, wrong in list(zip(perfect, steep))[5:]:  # where the two classes overlap
+        assert abs(right["alpha"] - 1) < 4 * right["alpha_se"] + 1e-3 and right["gain"] > -4 * right["gain_se"]
+        assert right["ce"] < wrong["ce"] and right["gain"] > wrong["gain"]
+    middle = perfect[6]  # gain = σ² E h² there, by quadrature over one σ
+    sigma = torch.tensor(middle["sigma"])
+    x = torch.linspace(-10, 11, 20001)[:, None]
+    level = sigma.expand(len(x))
+    density = torch.exp(-(x[:, 0] - 0.2) ** 2 / (2 * sigma**2)) / (sigma * math.sqrt(2 * math.pi))
+    h = likelihood_score(log_joint, x, level, torch.zeros(len(x), dtype=torch.long))[:, 0]
+    exact = (sigma**2 * torch.trapezoid(density * h**2, x[:, 0])).item()
+    assert middle["gain"] == pytest.approx(exact, rel=0.15)
+
+
+def test_diagnose_command_writes_table_picture_and_scales(trained, shapes):
+    out = command("train_classifier.py", "--data", shapes, "--diagnose", "--diagnose-n", 80, cwd=trained)
+    assert "| σ | ce: accuracy" in out and len([line for line in out.splitlines() if line.startswith("| ")]) == 12
+    tables = json.loads((trained / "runs" / "small" / "diagnose.json").read_text())
+    assert {"classifier-ce", "classifier-total"} <= set(tables) and len(tables["classifier-ce"]) == 10
+    assert Image.open(trained / "runs" / "small" / "diagnose.png").size[0] > 800
+
+
+# ---------------------------------------------------------------------------- sampling, as a user runs it
+
+
+def draw_samples(trained, shapes, out, *more, **keywords):
+    text = command("sample.py", "--data", shapes, "--run", trained / "runs" / "small", "--out", out, "--steps", 4, *more, cwd=trained, **keywords)
+    return text if keywords.get("code") else {p.stem: np.load(p) for p in sorted(pathlib.Path(out).glob("samples-*.npz"))}
+
+
+def test_samples_do_not_depend_on_resuming_or_processes(trained, shapes, tmp_path):
+    arguments = ("--guidance", "dlsm", "--n", 30, "--batch", 7, "--seed", 3)
+    one = draw_samples(trained, shapes, tmp_path / "one", *arguments)["samples-dlsm"]
+    two = draw_samples(trained, shapes, tmp_path / "two", *arguments, processes=2)["samples-dlsm"]
+    assert np.array_equal(one["images"], two["images"]) and one["images"].shape == (30, 8, 8, 3) and one["images"].dtype == np.uint8
+    assert np.bincount(one["labels"]).tolist() == [3] * 10 and json.loads(str(one["recipe"]))["seed"] == 3
+    parts = tmp_path / "three" / "samples-dlsm.parts"
+    process = subprocess.Popen([sys.executable, str(HERE / "sample.py"), *map(str, ("--data", shapes, "--run", trained / "runs" / "small", "--out", parts.parent,
+                               "--steps", 4, *arguments))], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    while not (parts / "000001.npz").exists() and process.poll() is None:
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    three = draw_samples(trained, shapes, tmp_path / "three", *arguments)["samples-dlsm"]
+    assert np.array_equal(one["images"], three["images"]) and not parts.exists()
+
+
+def test_every_guidance_sampler_and_scale(trained, shapes, tmp_path):
+    for guidance in ("none", "base", "scaling", "renorm"):
+        draw_samples(trained, shapes, tmp_path, "--guidance", guidance, "--n", 10)
+    command("train_classifier.py", "--data", shapes, "--diagnose", "--diagnose-n", 80, cwd=trained)
+    draw_samples(trained, shapes, tmp_path, "--guidance", "dlsm", "--alpha", "0.5,1,auto", "--classes", "3,5", "--n", 6, "--watch", "--png")
+    found = draw_samples(trained, shapes, tmp_path, "--guidance", "base", "--sampler", "pc", "--tag", "pc", "--n", 10, "--per-sample")
+    assert set(found) == {f"samples-{n}" for n in ("none", "base", "scaling", "renorm", "dlsm", "dlsm-a0.5", "dlsm-aauto", "base-pc")}
+    assert "labels" not in found["samples-none"] and found["samples-dlsm"]["labels"].tolist() == [3, 5] * 3
+    images = [found[f"samples-{n}"]["images"].astype(int) for n in ("base", "scaling", "renorm", "base-pc")]
+    assert all((a != b).any() for a, b in itertools.combinations(images, 2))
+    assert len(list((tmp_path / "samples-dlsm").rglob("*.png"))) == 6 and (tmp_path / "samples-dlsm-strip.png").exists() and (tmp_path / "samples-dlsm.png").exists()
+
+
+def test_sampling_mistakes(trained, shapes, tmp_path):
+    def mistake(*more):
+        return draw_samples(trained, shapes, tmp_path, *more, code=2)
+
+    assert "20 is" in mistake("--n", 11)
+    assert "--classes" in mistake("--classes", "3,12")
+    assert "--alpha" in mistake("--alpha", "much")
+    draw_samples(trained, shapes, tmp_path, "--guidance", "base", "--n", 10)
+    assert "seed = 0, not 1" in mistake("--guidance", "base", "--n", 10, "--seed", 1)
+    assert "a score checkpoint is needed" in mistake("--score", trained / "runs" / "small" / "classifier-ce.pt")
+    message = command("sample.py", "--data", shapes, "--run", tmp_path / "empty", cwd=trained, code=2)
+    assert "python train_score.py" in message
+
+
+@official
+def test_the_authors_weights_sample(tmp_path):
+    score, classifier = official_checkpoint("score_small", tmp_path / "s.pth"), official_checkpoint("classifier_cifar10", tmp_path / "c.pth")
+    command("sample.py", "--score", score, "--classifier", classifier, "--steps", 3, "--n", 10, "--guidance", "scaling", "--out", tmp_path, cwd=tmp_path)
+    assert np.load(tmp_path / "samples-scaling.npz")["images"].shape == (10, 32, 32, 3)

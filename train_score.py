@@ -5,7 +5,7 @@
 
 Reads a data set, writes runs/RUN/score.pt (RUN is the data set's name), its log score.jsonl, a loss curve score.png
 and pictures sampled on the way, score-samples.png. The same command again continues where it stopped. Several
-GPUs: torchrun --nproc-per-node=8 train_score.py ...
+GPUs: torchrun --nproc-per-node=8 -- train_score.py ... (the -- keeps torchrun from reading our flags).
 
 This file also holds what the later stages share: image data, the training loop `fit`, pictures, the command line.
 """
@@ -120,7 +120,7 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
                 losses.append(float(value))
                 if not math.isfinite(losses[-1]) or not math.isfinite(norm):
                     ones = ([v[i : i + 1] for v in share] for i in range(len(share[0])))
-                    culprit = next((one[1].item() for one in ones if not math.isfinite(loss(*one))), share[1].min().item())
+                    culprit = next((one[1].item() for one in ones if not math.isfinite(loss(*one).item())), share[1].min().item())
                     kept = f"{path} keeps step {start}" if path.exists() and not restart else "nothing was saved"
                     raise UserError(f"the loss or its gradient is not finite at step {step}, σ = {culprit:.3g}; {kept}; try a smaller --lr")
                 optimizer.step()
