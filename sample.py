@@ -330,7 +330,7 @@ def sample(path, recipe, score_for, shape, device, restart, progress):
     return [np.concatenate([part[key] for part in parts]) if parts else None for key in ("images", "labels")]
 
 
-def main():
+def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser, None)
     parser.flag("--guidance", "dlsm", "none, base (L_CE), scaling (L_CE, α = 10), dlsm (L_Total: ours), renorm (L_CE re-normalised, α = 10)", choices=list(GUIDANCE))
@@ -352,7 +352,11 @@ def main():
     parser.flag("--png", False, "also single pictures, a sub-folder a class")
     parser.flag("--amp", False, "the score network in bfloat16")
     parser.flag("--compile", False, "torch.compile the score network")
-    args = parser.parse_args()
+    return parser
+
+
+def main():
+    args = make_parser().parse_args()
     device = set_up(args)
     folder = run_folder(args)
     out = args.out or (pathlib.Path("runs") / folder.name)

@@ -127,7 +127,7 @@ def diagnose_run(folder, score_net, images, labels, device):
     print(f"\n{folder}/diagnose.json and diagnose.png")
 
 
-def main():
+def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser, PRESETS)
     parser.flag("--loss", "total", "ce (the base method), dlsm (DLSM' alone) or total (L_DLSM' + λ L_CE)", choices=["ce", "dlsm", "total"])
@@ -140,7 +140,11 @@ def main():
     parser.flag("--diagnose", False, "no training: the score mismatch of all classifiers of this run on held-out data")
     parser.flag("--diagnose-n", 2000, "held-out images a noise level in a diagnosis; an eighth of it while training", number(int, 8, 10**6))
     parser.flag("--diagnose-every", 5000, "steps between diagnoses on held-out data, logged to the .jsonl", number(int, 1, 10**9))
-    args = parser.parse_args()
+    return parser
+
+
+def main():
+    args = make_parser().parse_args()
     if args.compile and args.loss != "ce":
         raise UserError(f"--compile with --loss {args.loss}: torch.compile has no double backward, which DLSM' needs; leave it out")
     device = set_up(args)

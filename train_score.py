@@ -148,9 +148,9 @@ def resume(path, kind, net, settings, optimizer, average, device):
     checkpoint = load_checkpoint(path, device)
     if checkpoint.get("kind") != kind:
         raise UserError(f"{path}: holds no {kind} of ours ({checkpoint.get('kind', 'unknown')}); --tag T writes elsewhere, --restart overwrites it")
-    old = {**checkpoint["settings"], "steps": 0}
-    for key, value in settings.items():
-        if old.get(key) != value and key != "steps":
+    old, new = ({**s, **s.get("config", {})} for s in (checkpoint["settings"], settings))
+    for key, value in new.items():
+        if old.get(key) != value and key != "config":
             raise UserError(f"{path} was made with {key} = {old.get(key)}, not {value}; --tag T keeps both, --restart starts over")
     net.load_state_dict(checkpoint["weights"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -431,9 +431,9 @@ class Progress:
             return
         self.shown = now
         speed = (done - self.start) / max(self.seconds, 1e-9)
-        left = time.strftime("%H:%M:%S", time.gmtime((self.total - done) / max(speed, 1e-9) % 86400))
-        days = f"{int((self.total - done) / max(speed, 1e-9) // 86400)}d " if (self.total - done) / max(speed, 1e-9) >= 86400 else ""
-        line = f"{self.unit} {done}/{self.total}" + "".join(f"  {k} {v:.4g}" for k, v in numbers.items()) + f"  {speed:.3g}/s  {days}{left} left"
+        minutes, seconds = divmod(round((self.total - done) / max(speed, 1e-9)), 60)
+        left = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"
+        line = f"{self.unit} {done}/{self.total}" + "".join(f"  {k} {v:.4g}" for k, v in numbers.items()) + f"  {speed:.3g}/s  {left}"
         print("\r" * tty + line, end="\n" if done == self.total or not tty else "\033[K", flush=True)
 
 
@@ -571,14 +571,18 @@ def image_draw(images, labels, batch, seed, sigma_min, sigma_max, flip):
     return draw
 
 
-def main():
+def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser, PRESETS)
     parser.flag("--sigma-max", 50.0, "largest noise level, in units of pixels in [0, 1]", number(float, 0.1, 1e4))
     parser.flag("--no-flip", False, "no random mirror images (fashion has none: its shoes all point one way)")
     parser.flag("--compile", False, "torch.compile the network")
     parser.flag("--sample-every", 5000, "steps between sample pictures", number(int, 1, 10**9))
-    args = parser.parse_args()
+    return parser
+
+
+def main():
+    args = make_parser().parse_args()
     device = set_up(args)
     preset = from_preset(args, PRESETS)
     images, labels, names = load_images(args.data, "train", args.size, args.root)
