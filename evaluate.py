@@ -24,9 +24,9 @@ from models import NoisyResNet, UserError, checksum, load_checkpoint, save_check
 from sample import chart, npz_bytes
 from train_classifier import ce_loss
 from train_score import (Parser, Progress, check_images, fit, image_draw, import_torchvision, load_images, mix, number, read_folder,
-                         read_npz, run, say, set_up, shared_flags)
+                         read_npz, run, run_folder, say, set_up, shared_flags)
 
-OWN = dict(depth=18, width=16, steps=2000, batch=128, lr=2e-3, cosine=True)  # ours: minutes on a CPU for 16×16 images
+OWN = dict(depth=18, width=16, steps=100, batch=128, lr=2e-3, cosine=True)  # ours: minutes on a CPU for 16×16 images
 CAS = dict(batch=150, lr=2e-4, cosine=False)  # Appendix A.6.3; it names neither steps (--cas-steps) nor augmentation (none here)
 CLEAN = 0.01  # the σ that these classifiers of images without noise are told
 METRICS = ("fid", "is", "prdc", "classwise", "cas")
@@ -241,12 +241,12 @@ def inception_weights(given, root):
         with urllib.request.urlopen(WEIGHTS_URL, timeout=30) if fetch else open(path, "rb") as file:
             data = file.read()
     except Exception as error:  # no network, a proxy's refusal, a cut connection, no such file
-        raise UserError(f"FID's Inception weights cannot be had ({path if given else error}); get {WEIGHTS_URL} and put it at {path}, "
-                        "or name it with --weights; --features own needs none") from None
+        raise UserError(f"FID's Inception weights cannot be had ({error}); get {WEIGHTS_URL} and put it at {path}, or name it with "
+                        "--weights; --features own needs none") from None
     sha = hashlib.sha256(data).hexdigest()
     if sha != WEIGHTS_SHA and not given:
-        raise UserError(f"{WEIGHTS_URL if fetch else path}: damaged, its sha256 is not {WEIGHTS_SHA[:8]}…; "
-                        + ("not kept, try again" if fetch else "delete it, and it is fetched again"))
+        cure = "not kept, try again" if fetch else "delete it, and it is fetched again"
+        raise UserError(f"{WEIGHTS_URL if fetch else path}: damaged, its sha256 is not {WEIGHTS_SHA[:8]}…; {cure}")
     if sha != WEIGHTS_SHA:
         say(f"warning: --weights {path}: sha256 {sha[:8]}…, not FID's {WEIGHTS_SHA[:8]}…; the numbers compare with nobody else's")
     if fetch:
@@ -260,8 +260,8 @@ def load_inception(path):
     Its arithmetic is not torchvision's: average pools leave the padding out of the mean, the last block has a max pool. The
     blocks pool inside their forward, so a block's input is noted and its pool branch handed the right pool of that.
     """
-    net = import_torchvision().models.inception_v3(weights=None, num_classes=1008, aux_logits=False, transform_input=False,
-                                                   init_weights=False)
+    settings = dict(weights=None, num_classes=1008, aux_logits=False, transform_input=False, init_weights=False)
+    net = import_torchvision().models.inception_v3(**settings)
     try:
         net.load_state_dict(dict(load_checkpoint(path)))
     except (RuntimeError, AttributeError) as error:
@@ -272,7 +272,7 @@ def load_inception(path):
             part.register_forward_pre_hook(lambda part, inputs: setattr(part, "seen", inputs[0]))
             part.branch_pool.register_forward_pre_hook(lambda _, inputs, part=part, pool=pool: (pool(part.seen),))
     net.head, net.fc = net.fc, nn.Identity()
-    return net.eval().requires_grad_(False).to(memory_format=torch.channels_last)
+    return net.eval().requires_grad_(False).to(memory_format=torch.channels_last)  # three times as fast on a CPU
 
 
 class ResNet(nn.Module):
@@ -298,8 +298,7 @@ class Evaluation:
         self.metrics = set(METRICS if args.metrics == "all" else args.metrics.split(","))
         if not self.metrics <= set(METRICS):
             raise UserError(f"--metrics {args.metrics}: must be all, or some of {','.join(METRICS)}")
-        own_reference = {"fid"} if args.stats and not args.save_stats else set()
-        self.needs_real = args.features == "own" or bool(self.metrics - {"is"} - own_reference)
+        self.needs_real = args.features == "own" or args.save_stats or self.metrics - ({"is", "fid"} if args.stats else {"is"})
 
     @functools.cache
     def images(self, split="train"):
@@ -312,19 +311,19 @@ class Evaluation:
     @functools.cached_property
     def reference(self):
         """Mean and covariance for FID: of the real features, or from a file of pytorch-fid's kind."""
-        path, d = self.args.stats, self.extractor[2]
+        path, d = self.args.stats, self.extractor[1]
         if not path:
             return moments(self.real_features)
         found = read_npz(path)
-        mu, cov = found.get("mu", np.zeros(0)), found.get("sigma", np.zeros(0))
+        mu, cov = (np.asarray(found.get(key, np.nan)) for key in ("mu", "sigma"))
         if mu.shape != (d,) or cov.shape != (d, d) or not np.isfinite(mu).all() or not np.isfinite(cov).all():
-            raise UserError(f"--stats {path}: holds {', '.join(f'{k} {v.shape}' for k, v in found.items())}; for these features it "
-                            f"must have finite mu ({d},) and sigma ({d}, {d}), as --save-stats writes them")
+            raise UserError(f"--stats {path}: holds {', '.join(f'{k} {v.shape}' for k, v in found.items())}; these features need "
+                            f"finite mu ({d},) and sigma ({d}, {d}), as --save-stats writes them")
         return mu, cov
 
     @functools.cached_property
     def extractor(self):
-        """What makes the features: its recipe, a function from uint8 images to features and logits, how many features."""
+        """What makes the features: its recipe, how many features, a function from uint8 images to features and logits."""
         if self.args.features == "inception":
             path, sha = inception_weights(self.args.weights, self.args.root)
             net = load_inception(path).to(self.device)
@@ -333,7 +332,7 @@ class Evaluation:
                 features = net(resize_for_inception(images, self.args.resize))
                 return features, features @ net.head.weight.T
 
-            return dict(features="inception", sha256=sha, resize=self.args.resize), call, 2048
+            return dict(features="inception", sha256=sha, resize=self.args.resize), 2048, call
         images, labels, names = self.images()
         net = self.trained("own", NoisyResNet, (OWN["depth"], len(names), OWN["width"], images.shape[1]), images, labels, OWN)
 
@@ -343,7 +342,7 @@ class Evaluation:
             return features, net.linear(features)
 
         about = dict(features="own", sha256=checksum(net.state_dict()), test_accuracy=self.accuracy(net), seed=self.args.seed, **OWN)
-        return about, call, net.linear.in_features
+        return about, net.linear.in_features, call
 
     def trained(self, kind, network, config, images, labels, recipe):
         """A classifier trained by `fit` on images without noise; kept by content, so resumed and never trained twice."""
@@ -359,8 +358,7 @@ class Evaluation:
 
     def accuracy(self, net):
         """Share of the real test images that a classifier puts into their class."""
-        images, labels, _ = self.images("test")
-        right = 0
+        right, (images, labels, _) = 0, self.images("test")
         for x, y in zip(images.split(self.args.batch), labels.split(self.args.batch)):
             x = x.to(self.device).float() / 255
             right += (net(x, x.new_full(y.shape, CLEAN)).argmax(1).cpu() == y).sum().item()
@@ -368,7 +366,7 @@ class Evaluation:
 
     def features(self, images, name):
         """Features and logits, kept by content, 5,000 images a file: a run that was stopped goes on."""
-        about, call, _ = self.extractor
+        about, _, call = self.extractor
         key, made, progress = [about["features"], about["sha256"], about.get("resize")], [], None
         for n, part in enumerate(images.split(5000)):
             path = self.folder / f"{about['features']}-{checksum([part, key])[:24]}.pt"
@@ -389,7 +387,7 @@ class Evaluation:
         return tuple(torch.cat([m[key] for m in made]) for key in ("features", "logits"))
 
     def check(self, where, images, labels=None):
-        """Samples, tensors (N, C, H, W) or arrays (N, H, W, C) → images as uint8 tensors, labels or None; or an error and its cure."""
+        """Samples, a tensor (N, C, H, W) or an array (N, H, W, C) → tensors, labels perhaps None; or an error with its cure."""
         args, unlabelled = self.args, labels is None
         images = images.detach().cpu().movedim(1, -1).numpy() if isinstance(images, torch.Tensor) else np.asarray(images)
         if images.dtype.kind == "f" and images.size:
@@ -413,18 +411,20 @@ class Evaluation:
             a, b = ("×".join(map(str, v.shape[1:])) for v in (images, real))
             cure = f"--size {images.shape[2]} resizes those" if images.shape[1] == real.shape[1] else "see --data"
             raise UserError(f"{where}: the samples are {a} (channels first), the images of --data {args.data} {b}; {cure}")
+        if unlabelled:
+            return images, None
         counts = torch.bincount(labels, minlength=len(names))
         if len(counts) > len(names):
             raise UserError(f"{where}: labels up to {len(counts) - 1}, but --data {args.data} has {len(names)} classes; see --data")
         least = args.k + 1 if "classwise" in self.metrics else int("cas" in self.metrics)
         for count, what in ((counts, "samples"), (torch.bincount(real_labels), "real images")):
-            if count.min() < least and not unlabelled:
+            if count.min() < least:
                 c = count.argmin().item()
-                raise UserError(f"{where}: class {c} ({names[c]}) has {count[c]} {what}, class-wise metrics and CAS need {least} in every "
-                                f"class (k = {args.k}); draw more, or leave these out: --metrics fid,is,prdc")
-        return images, None if unlabelled else labels
+                raise UserError(f"{where}: class {c} ({names[c]}) has {count[c]} {what}; class-wise metrics (k = {args.k}) and CAS need "
+                                f"{least} in every class: draw more, or leave these out with --metrics fid,is,prdc")
+        return images, labels
 
-    def measure(self, images, labels, name="samples"):
+    def measure(self, images, labels=None, name="samples"):
         """All numbers but CAS → {key: dict(value, recipe...)}."""
         numbers, k, data = {}, self.args.k, self.args.data
         if self.metrics == {"cas"}:
@@ -443,15 +443,17 @@ class Evaluation:
             put({"is": inception_score(logits, 1)[0]}, splits=1)
             put(dict(is_splits=mean), splits=10, deviation=deviation)
         if "prdc" in self.metrics:
-            say(f"{name}: precision, recall, density, coverage of {len(features)} samples and {len(self.real_features)} real images")
-            values = prdc(self.real_features.to(place), features.to(place), k)
-            put(values, k=k, reference=f"{data}, {len(self.real_features)} training images")
+            real = self.real_features
+            say(f"{name}: precision, recall, density, coverage of {len(features)} samples and {len(real)} real images")
+            put(prdc(real.to(place), features.to(place), k), k=k, reference=f"{data}, {len(real)} training images")
         if "classwise" in self.metrics and labels is not None:
             _, real_labels, names = self.images()
-            table = [prdc(self.real_features[real_labels == c].to(place), features[labels == c].to(place), k) for c in range(len(names))]
+            parts = ((self.real_features[real_labels == c].to(place), features[labels == c].to(place)) for c in range(len(names)))
+            table = dict(zip(names, (prdc(*part, k) for part in parts)))
             for key in PRDC:
-                values = {name: row[key] for name, row in zip(names, table)}
-                put({f"cw_{key}": sum(values.values()) / len(values)}, k=k, reference=f"{data}, each class's training images", classes=values)
+                values = {name: row[key] for name, row in table.items()}
+                mean = sum(values.values()) / len(values)
+                put({f"cw_{key}": mean}, k=k, reference=f"{data}, the training images of each class", classes=values)
             if self.args.features == "own":
                 put(dict(accuracy=(logits.argmax(1) == labels).double().mean().item()))
         return numbers
@@ -465,7 +467,7 @@ class Evaluation:
 
 def evaluate(samples, labels=None, **flags):
     """Numbers of samples in memory → {key: value}; flags as keywords: evaluate(images, labels, data="fashion", features="own")."""
-    args = flags_parser().parse_args(["-"])
+    args = flags_parser().parse_args([])
     if unknown := set(flags) - set(vars(args)):
         raise UserError(f"evaluate: no flag {min(unknown)}; there are {', '.join(vars(args))}")
     vars(args).update(flags)
@@ -486,12 +488,10 @@ def read_samples(path, names):
         found, folders = read_folder(path, None)
         if folders == ["."] or not names:
             return found["images"], None, {}
-        classes = {name: i for i, name in enumerate(names)}
-        if not set(folders) <= set(names):
-            classes = {name: int(name) for name in folders if name.isdecimal()}
-        if wrong := set(folders) - set(classes):
+        known = dict(zip(names, range(len(names)))) if set(folders) <= set(names) else {v: int(v) for v in folders if v.isdecimal()}
+        if wrong := set(folders) - set(known):
             raise UserError(f"{path}: sub-folder {min(wrong)!r} is no class of --data; name them {', '.join(names[:3])}… or 0, 1, 2…")
-        return found["images"], np.array([classes[name] for name in folders])[found["labels"]], {}
+        return found["images"], np.array([known[name] for name in folders])[found["labels"]], {}
     found = read_npz(path)
     images = found.get("images", found.get("arr_0"))
     if images is None:
@@ -504,32 +504,61 @@ def read_samples(path, names):
     return images, found.get("labels", found.get("arr_1")), recipe
 
 
-def markdown(columns, groups, fid):
-    """The table, rows as in the paper, one column a file, the best of each group of columns in bold."""
+def markdown(columns, fid):
+    """The table: rows as in the paper, one column a file, the best of ours and the best of the paper's in bold."""
     lines = ["| | | " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * len(columns)]
+    ours = [name for name in columns if not name.endswith("(paper)")]
     for key, (title, digits, best) in ROWS.items():
         cells = {name: numbers[key] for name, numbers in columns.items() if key in numbers}
-        if not any(name in cells for name in groups[0]):
-            continue
         texts = {name: f"{cell['value']:.{cell.get('digits', digits)}f}" for name, cell in cells.items()}
-        for group in groups:
-            values = {name: float(texts[name]) for name in group if name in texts}
-            if best and len(values) > 1:
-                texts.update({name: f"**{texts[name]}**" for name in values if values[name] == best(values.values())})
+        for group in (set(cells) & set(ours), set(cells) - set(ours)):
+            top = best and len(group) > 1 and best(float(texts[name]) for name in group)
+            texts.update({name: f"**{texts[name]}**" for name in group if best and len(group) > 1 and float(texts[name]) == top})
+        if "deviation" in next(iter(cells.values()), {}):
+            texts = {name: f"{text} ± {cells[name]['deviation']:.2f}" for name, text in texts.items()}
         if key == "fid":
-            counts = {cells[name]["n"] for name in groups[0]}
-            title = f"{fid}@{min(counts) if len(counts) == 1 else 'n'}"
-            texts.update({name: f"{texts[name]} @{cells[name]['n']}" for name in groups[0] if len(counts) > 1})
-        texts.update({name: f"{texts[name]} ± {cell['deviation']:.2f}" for name, cell in cells.items() if "deviation" in cell})
-        lines.append(f"| {title} | {({min: '↓', max: '↑'}).get(best, '')} | " + " | ".join(texts.get(name, "–") for name in columns) + " |")
+            counts = {cells[name]["n"] for name in ours if name in cells}
+            title = f"{fid}@{min(counts, default=0)}" if len(counts) < 2 else f"{fid}@n"
+            texts.update({name: f"{texts[name]} @{cells[name]['n']}" for name in ours if len(counts) > 1})
+        if set(cells) & set(ours):
+            arrow = {min: "↓", max: "↑"}.get(best, "")
+            lines.append(f"| {title} | {arrow} | " + " | ".join(texts.get(name, "–") for name in columns) + " |")
     return "\n".join(lines)
+
+
+def report(files, evaluation, out):
+    """Writes evaluation.json and Figure 4, the sorted class-wise differences to the first file → the table with notes."""
+    args, (about, d) = evaluation.args, ({}, 0) if evaluation.metrics == {"cas"} else evaluation.extractor[:2]
+    fid, notes, columns = "FD" if args.features == "own" else "FID", [], {name: file["numbers"] for name, file in files.items()}
+    for name, file in files.items():
+        if "fid" in evaluation.metrics and file["n"] < 10_000:
+            trouble = f"fewer than {d + 1} samples, not comparable" if file["n"] <= d else "few samples, compare only with the same n"
+            notes.append(f"{fid}@{file['n']} of {name}: {trouble}")
+        if file["recipe"].get("data", args.data) != args.data:
+            notes.append(f"{name} was drawn for {file['recipe']['data']}, not for --data {args.data}")
+    whole = dict(data=args.data, size=args.size, features=about, notes=notes, files=files)
+    write_whole(out / "evaluation.json", json.dumps(whole, indent=1).encode())
+    first, *others = [name for name in files if "cw_recall" in columns[name]] or [None]
+    for name in others:
+        pairs = [(key, *(columns[v][f"cw_{key}"]["classes"] for v in (first, name))) for key in PRDC]
+        panels = [dict(title=f"Class-wise {key}", x="classes, sorted", y=f"{name} minus {first}", bars=sorted((b[c] - a[c] for c in a), reverse=True))
+                  for key, a, b in pairs]
+        chart(out / f"classwise-{name}-minus-{first}.png", panels, columns=2)
+    if args.paper:
+        keys = [key for key in ROWS if key not in ("is_splits", "cas_real", "accuracy")]
+        for name, values in PAPER[args.data].items():
+            columns[f"{name} (paper)"] = {key: dict(value=v, digits=2) for key, v in zip(keys, values)}
+    what = {"inception": f"resize {args.resize}", "own": f"test accuracy {about.get('test_accuracy', 0):.4f}"}[args.features]
+    title = f"{args.data}, {args.features} features (sha256 {about.get('sha256', '')[:8]}, {what}), k = {args.k}"
+    return "\n\n".join([title, markdown(columns, fid), *notes])
 
 
 def flags_parser():
     parser = Parser(__doc__)
     shared_flags(parser, None)
-    parser.add_argument("samples", nargs="+", type=pathlib.Path, help="sample files (.npz) or folders of pictures; Figure 4 compares with the first")
-    parser.flag("--metrics", "all", f"some of {','.join(METRICS)}; cas takes longest: a training for each file, and one on real images")
+    parser.add_argument("samples", nargs="*", type=pathlib.Path, help="sample files or folders of pictures; Figure 4 compares with the "
+                        "first (default: runs/RUN/samples-*.npz)")
+    parser.flag("--metrics", "all", f"some of {','.join(METRICS)}; cas takes longest: a training a file, and one on real images")
     parser.flag("--features", "inception", "FID's Inception, or own: a ResNet trained here on the real images", choices=["inception", "own"])
     parser.flag("--weights", None, f"Inception's weights (default: ROOT/features/{WEIGHTS}, fetched if need be)")
     parser.flag("--resize", "tf", "to Inception's 299×299: tf (the paper's FID) or torch (pytorch-fid's)", choices=["tf", "torch"])
@@ -544,62 +573,35 @@ def flags_parser():
     return parser
 
 
-def report(files, evaluation, out):
-    """Writes evaluation.json and Figure 4, the sorted class-wise differences to the first file → the table and notes on it."""
-    args, about, d = evaluation.args, *(({}, 0) if evaluation.metrics == {"cas"} else evaluation.extractor[::2])
-    fid, notes = "FD" if args.features == "own" else "FID", []
-    for name, file in files.items():
-        n, drawn_for = file["n"], file["recipe"].get("data", args.data)
-        if "fid" in evaluation.metrics and n < 10_000:
-            notes.append(f"{fid}@{n} of {name}: " + (f"not comparable: below {d + 1} samples" if n <= d else "biased, compare only with the same n"))
-        if drawn_for != args.data:
-            notes.append(f"{name} was drawn for {drawn_for}, not for --data {args.data}")
-    whole = dict(data=args.data, size=args.size, features=about, notes=notes, files=files)
-    write_whole(out / "evaluation.json", json.dumps(whole, indent=1).encode())
-    first, *others = [name for name, file in files.items() if "cw_recall" in file["numbers"]] or [None]
-    for name in others:
-        panels = []
-        for key in (f"cw_{key}" for key in PRDC):
-            a, b = (files[v]["numbers"][key]["classes"] for v in (first, name))
-            panels.append(dict(title=ROWS[key][0], x="classes, sorted", y=f"{name} minus {first}", bars=sorted((b[c] - a[c] for c in a), reverse=True)))
-        chart(out / f"classwise-{name}-minus-{first}.png", panels, columns=2)
-    columns, groups = {name: file["numbers"] for name, file in files.items()}, [list(files)]
-    if args.paper:
-        keys = [key for key in ROWS if key not in ("is_splits", "cas_real", "accuracy")]
-        paper = {f"{name} (paper)": {key: dict(value=v, digits=2) for key, v in zip(keys, values)} for name, values in PAPER[args.data].items()}
-        columns, groups = {**columns, **paper}, [list(files), list(paper)]
-    if about:
-        about = f"{args.features} features, sha256 {about['sha256'][:8]}, " + (
-            f"test accuracy {about['test_accuracy']:.4f}" if args.features == "own" else f"resize {args.resize}")
-    return "\n".join([f"{args.data}: {about or 'CAS'}, k = {args.k}\n", markdown(columns, groups, fid), *(f"\n{note}" for note in notes)])
-
-
 def main():
     args = flags_parser().parse_args()
     if args.paper and args.data not in PAPER:
         raise UserError(f"--paper: the paper has numbers for {' and '.join(PAPER)}, not for --data {args.data}")
-    out, files = args.out or args.samples[0].absolute().parent, {}
+    paths, files, samples = args.samples or sorted(run_folder(args).glob("samples-*.npz")), {}, {}
+    if not paths:
+        raise UserError(f"{run_folder(args)}: has no samples-*.npz; python sample.py makes them, or name your files")
+    out = args.out or paths[0].absolute().parent
     with contextlib.redirect_stdout(sys.stderr):  # only the table goes to stdout
         evaluation = Evaluation(args)
-        for path in args.samples:
+        for path in paths:
             images, labels, recipe = read_samples(path, evaluation.images()[2] if evaluation.needs_real else [])
             name = path.stem.removeprefix("samples-")
             name = f"{path.absolute().parent.name}-{name}" if name in files else name
-            files[name] = dict(path=str(path), n=len(images), recipe=recipe), *evaluation.check(path, images, labels)
-        for name, (file, *samples) in files.items():
-            file["numbers"] = evaluation.measure(*samples, name)
+            samples[name] = evaluation.check(path, images, labels)
+            files[name] = dict(path=str(path), n=len(images), recipe=recipe)
+        for name, file in files.items():
+            file["numbers"] = evaluation.measure(*samples[name], name)
         if args.save_stats:
             mu, cov = moments(evaluation.real_features)
             write_whole(args.save_stats, npz_bytes(mu=mu.numpy(), sigma=cov.numpy()))
-        table = report({name: file for name, (file, *_) in files.items()}, evaluation, out)
-        labelled = {name: v for name, v in files.items() if v[2] is not None}
+        table, labelled = report(files, evaluation, out), [name for name in files if samples[name][1] is not None]
         if "cas" in evaluation.metrics and labelled:
-            say(f"{table}\n\nCAS: {len(labelled) + 1} trainings of {args.cas_model}, {args.cas_steps} steps each")
+            say(f"{table}\n\nCAS: {len(labelled) + 1} trainings of {args.cas_model} for {args.cas_steps} steps")
             real = evaluation.cas(*evaluation.images()[:2])
-            for file, *samples in labelled.values():
-                file["numbers"].update(cas=evaluation.cas(*samples), cas_real=real)
-            table = report({name: file for name, (file, *_) in files.items()}, evaluation, out)
-        say(f"{out / 'evaluation.json'} has the recipes")
+            for name in labelled:
+                files[name]["numbers"].update(cas=evaluation.cas(*samples[name]), cas_real=real)
+            table = report(files, evaluation, out)
+        say(f"{out / 'evaluation.json'} has the recipe of each number")
     print(table)
 
 
