@@ -26,7 +26,7 @@ from train_classifier import ce_loss
 from train_score import (Parser, Progress, check_images, fit, image_draw, import_torchvision, load_images, mix, number, read_folder,
                          read_npz, run, run_folder, say, set_up, shared_flags)
 
-OWN = dict(depth=18, width=16, steps=100, batch=128, lr=2e-3, cosine=True)  # ours: minutes on a CPU for 16×16 images
+OWN = dict(depth=18, width=16, steps=2000, batch=128, lr=2e-3, cosine=True)  # ours: minutes on a CPU for 16×16 images
 CAS = dict(batch=150, lr=2e-4, cosine=False)  # Appendix A.6.3; it names neither steps (--cas-steps) nor augmentation (none here)
 CLEAN = 0.01  # the σ that these classifiers of images without noise are told
 METRICS = ("fid", "is", "prdc", "classwise", "cas")
@@ -52,50 +52,53 @@ TILE = 2048  # points a side of a block of distances: 16 MB
 SPARE = 8  # neighbours kept beyond the k-th, in case rounding changed their order
 
 
-def prdc(real, fake, k=3):
+def prdc(real, fake, k=3, real_radii=None):
     """Precision, recall (Kynkäänniemi et al. 2019), density and coverage (Naeem et al. 2020) of two sets of points → dict.
 
-    B(x) is the open ball around x out to x's k-th nearest neighbour in its own set, x not counted. precision: share of fakes in some
-    B(real). recall: share of reals in some B(fake). density: pairs of a fake in a B(real), over k · fakes. coverage: share of reals
-    with a fake in their ball. Arrays or tensors, a point a row. Exact: as brute force in float64; time quadratic, memory linear.
+    B(x) is the open ball around x out to its k-th nearest neighbour in its own set, x not counted. precision: share of fakes
+    in some B(real). recall: share of reals in some B(fake). density: pairs of a fake in a B(real), over k · fakes. coverage:
+    share of reals with a fake in their ball. Arrays or tensors, a point a row; `real_radii` as knn_radii gives them. Exact,
+    as brute force in float64; time quadratic, memory linear.
     """
-    real, fake = as_points(real, "real"), as_points(fake, "fake")
-    (N, d), (M, e) = real.shape, fake.shape
-    if d != e:
-        raise UserError(f"prdc: real points have {d} coordinates, fake ones {e}; both must come from the same extractor")
-    if min(N, M) <= k or k < 1:
-        raise UserError(f"prdc: {N} real and {M} fake points; k = {k} neighbours need k ≥ 1 and at least k + 1 points of each")
-    center = real.mean(0)  # around the mean ‖x‖² + ‖y‖² − 2xy cancels less
-    for dtype in (torch.float32, torch.float64)[d < 64 :]:  # float64 costs little in few dimensions
-        real_radii, fake_radii = knn_radii(real, center, dtype, k), knn_radii(fake, center, dtype, k)
-        if real_radii is not None and fake_radii is not None:
-            break
-    in_balls = torch.zeros(M, dtype=torch.int64, device=real.device)  # how many B(real) each fake is in
-    covered, recalled = torch.zeros(2, N, dtype=torch.bool, device=real.device)
-    for i in range(0, N, TILE):
-        a = block(real, center, dtype, i)
-        for j in range(0, M, TILE):
-            b = block(fake, center, dtype, j)
-            distance = squared_distances(a, b)
-            rows, columns = pairs_inside(distance, real_radii[i : i + TILE, None], a, b)
+    real, fake = as_points(real, k), as_points(fake, k)
+    if real.shape[1] != fake.shape[1]:
+        raise UserError(f"prdc: real points have {real.shape[1]} coordinates, fake ones {fake.shape[1]}")
+    real_radii, fake_radii = knn_radii(real, k) if real_radii is None else real_radii, knn_radii(fake, k)
+    in_balls = torch.zeros(len(fake), dtype=torch.int64, device=real.device)  # how many B(real) each fake is in
+    covered, recalled = torch.zeros(2, len(real), dtype=torch.bool, device=real.device)
+    center = real.mean(0)
+    for i in range(0, len(real), TILE):
+        for j in range(0, len(fake), TILE):
+            radii = real_radii[i : i + TILE, None], fake_radii[None, j : j + TILE]
+            for dtype in precisions(real):
+                a, b = block(real, center, dtype, i), block(fake, center, dtype, j)
+                found = [pairs_inside(squared_distances(a, b), radius, a, b) for radius in radii]
+                if None not in found:
+                    break
+            (rows, columns), (recalled_rows, _) = found
             in_balls[j : j + TILE] += torch.bincount(columns, minlength=len(b[0]))
-            covered[rows + i] = True
-            rows, columns = pairs_inside(distance, fake_radii[None, j : j + TILE], a, b)
-            recalled[rows + i] = True
+            covered[rows + i], recalled[recalled_rows + i] = True, True
     precision, recall, coverage = (mask.double().mean().item() for mask in (in_balls > 0, recalled, covered))
-    return dict(precision=precision, recall=recall, density=in_balls.sum().item() / (k * M), coverage=coverage)
+    return dict(precision=precision, recall=recall, density=in_balls.sum().item() / (k * len(fake)), coverage=coverage)
 
 
-def as_points(values, name):
+def as_points(values, k):
     values = torch.as_tensor(values).detach()
     values = values.reshape(len(values), -1).to(values.dtype if values.dtype in (torch.float32, torch.float64) else torch.float64)
     if not values.sum(0).isfinite().all():
-        raise UserError(f"prdc: the {name} points hold NaN or infinite values")
+        raise UserError("prdc: the points hold NaN or infinite values")
+    if len(values) <= k or k < 1:
+        raise UserError(f"prdc: k = {k} neighbours need k ≥ 1 and at least k + 1 points, there are {len(values)}")
     return values
 
 
+def precisions(points):
+    """Products are taken in float32, and again in float64 where its digits do not do; in few dimensions at once in float64."""
+    return (torch.float32, torch.float64)[points.shape[1] < 64 :]
+
+
 def block(points, center, dtype, start):
-    """Points from start on: centred and in `dtype`, their squared norms, and as they are."""
+    """Points from start on: around a center, where products cancel less, and in `dtype`; their squared norms; as they are."""
     exact = points[start : start + TILE]
     near = (exact - center.to(torch.promote_types(exact.dtype, dtype))).to(dtype)
     return near, near.square().sum(1), exact
@@ -107,7 +110,7 @@ def squared_distances(a, b):
 
 
 def rounding(d, a2, b2):
-    """√d ε (‖a‖² + ‖b‖²): several times the largest error seen in such a product over d coordinates."""
+    """√d ε (‖a‖² + ‖b‖²): several times the largest error seen in a product over d coordinates."""
     return max(d, 16) ** 0.5 * torch.finfo(a2.dtype).eps * (a2 + b2)
 
 
@@ -117,39 +120,38 @@ def pair_distances(a, b, i, j):
     return torch.cat(parts) if parts else i.double()
 
 
-def knn_radii(points, center, dtype, k):
-    """Squared distance of each point to its k-th nearest other, or None where float32 has too few digits to tell which that is.
-
-    Distances are symmetric, so half of the blocks do. Exact distances decide the order around the k-th place.
-    """
-    n, m = len(points), min(k + SPARE, len(points) - 1)
-    best, index = (torch.full((n, m), value, dtype=kind, device=points.device) for value, kind in ((math.inf, dtype), (0, torch.int64)))
-    norms = []
-    for i in range(0, n, TILE):
-        a = block(points, center, dtype, i)
-        norms.append(a[1])
-        for j in range(i, n, TILE):
-            distance = squared_distances(a, block(points, center, dtype, j) if j > i else a)
-            if i == j:
-                distance.fill_diagonal_(math.inf)  # a point is not its own neighbour
-            for row, column, values in ((i, j, distance), (j, i, distance.T.contiguous()))[: 1 + (i != j)]:
-                rows = slice(row, row + TILE)
-                value, at = values.topk(min(m, values.shape[1]), largest=False)
-                value, at = torch.cat([best[rows], value], 1), torch.cat([index[rows], at + column], 1)
-                best[rows], order = value.topk(m, largest=False)
-                index[rows] = at.gather(1, order)
-    norms = torch.cat(norms)
-    error = rounding(points.shape[1], norms[:, None], norms[index])
-    unsure = (best - best[:, k - 1 : k]).abs() <= error + error[:, k - 1 : k]
-    best = best.double()
-    best[unsure] = pair_distances(points, points, unsure.nonzero()[:, 0], index[unsure])
-    radii = best.sort(1).values[:, k - 1]
-    lost = unsure[:, -1] & (radii > 0) & (m < n - 1)  # a neighbour beyond the spare ones may be nearer
-    return None if lost.any() and dtype == torch.float32 else radii
+def knn_radii(points, k):
+    """Squared distance of each point to its k-th nearest other one; exact distances decide the order around the k-th place."""
+    n, m, center = len(points), min(k + SPARE, len(points) - 1), points.mean(0)
+    for dtype in precisions(points):
+        best, index = torch.full((n, m), math.inf, dtype=dtype), torch.zeros(n, m, dtype=torch.int64)
+        best, index, norms = best.to(points.device), index.to(points.device), []
+        for i in range(0, n, TILE):
+            a = block(points, center, dtype, i)
+            norms.append(a[1])
+            for j in range(i, n, TILE):  # distances are symmetric: half of the blocks do
+                distance = squared_distances(a, block(points, center, dtype, j) if j > i else a)
+                if i == j:
+                    distance.fill_diagonal_(math.inf)  # a point is not its own neighbour
+                for row, column, values in ((i, j, distance), (j, i, distance.T.contiguous()))[: 1 + (i != j)]:
+                    rows = slice(row, row + TILE)
+                    value, at = values.topk(min(m, values.shape[1]), largest=False)
+                    value, at = torch.cat([best[rows], value], 1), torch.cat([index[rows], at + column], 1)
+                    best[rows], order = value.topk(m, largest=False)
+                    index[rows] = at.gather(1, order)
+        norms = torch.cat(norms)
+        error = rounding(points.shape[1], norms[:, None], norms[index])
+        unsure = (best - best[:, k - 1 : k]).abs() <= error + error[:, k - 1 : k]
+        best = best.double()
+        best[unsure] = pair_distances(points, points, unsure.nonzero()[:, 0], index[unsure])
+        radii = best.sort(1).values[:, k - 1]
+        if not (unsure[:, -1] & (radii > 0)).any() or m == n - 1:  # else a neighbour beyond the spare ones may be nearer
+            break
+    return radii
 
 
 def pairs_inside(distance, radius, a, b):
-    """Pairs (i, j) with distance < radius, both squared. Where rounding could decide, exact distances do.
+    """Pairs (i, j) with distance < radius, both squared; None if float32 leaves too many undecided. Exact distances decide the rest.
 
     The same pair computed twice may differ in the last digit and must not be inside its own radius: hence 1e-12.
     """
@@ -159,8 +161,11 @@ def pairs_inside(distance, radius, a, b):
     radius, distance = radius.expand(distance.shape)[i, j], distance.view(-1)[flat]
     inside = distance < radius
     unsure = (distance - radius).abs() <= rounding(d, a[1][i], b[1][j])
+    unsure &= radius > 0  # as an open ball of radius 0 is empty
+    if distance.dtype == torch.float32 and unsure.sum() > 16 * TILE:
+        return None
     inside[unsure] = pair_distances(a[2], b[2], i[unsure], j[unsure]) < radius[unsure] * (1 - 1e-12)
-    return i[inside], j[inside]
+    return i[inside & (radius > 0)], j[inside & (radius > 0)]
 
 
 # ---------------------------------------------------------------------------- FID and IS

@@ -68,7 +68,6 @@ class ResBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
         if resample or inputs != outputs:
             self.shortcut = nn.Conv2d(inputs, outputs, 1)
-        nn.init.zeros_(self.conv1.weight)
 
     def forward(self, x, e):
         h = F.silu(self.norm0(x))
@@ -90,7 +89,6 @@ class Attention(nn.Module):
         super().__init__()
         self.norm = group_norm(channels)
         self.query, self.key, self.value, self.out = (nn.Linear(channels, channels) for _ in range(4))
-        nn.init.zeros_(self.out.weight)
 
     def forward(self, x):
         h = self.norm(x).flatten(2).transpose(1, 2)
@@ -152,11 +150,14 @@ class NCSNpp(nn.Module):
                 self.up.append(block(c, c, "up"))
                 size *= 2
         self.norm, self.last = group_norm(c), nn.Conv2d(c, channels, 3, padding=1)
-        zero = {m.conv1 for m in self.modules() if isinstance(m, ResBlock)} | {m.out for m in self.modules() if isinstance(m, Attention)} | {self.last}
         for m in self.modules():
             if isinstance(m, (nn.Conv2d, nn.Linear)):
-                nn.init.zeros_(m.weight) if m in zero else nn.init.xavier_uniform_(m.weight)
+                nn.init.xavier_uniform_(m.weight)
                 nn.init.zeros_(m.bias)
+        for m in self.modules():  # every block starts as its shortcut, the network at zero
+            last = {ResBlock: "conv1", Attention: "out", NCSNpp: "last"}.get(type(m))
+            if last:
+                nn.init.zeros_(getattr(m, last).weight)
 
     def forward(self, x, sigma):
         s = sigma.view(-1, 1, 1, 1)

@@ -429,11 +429,11 @@ def finish(path, images, labels, recipe, names, png):
         arrays["labels"] = labels
     write_whole(path, npz_bytes(**arrays))
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
-    save_grid(path.with_suffix(".png"), [pixels[labels == c][:16] for c in recipe["classes"][:20]], names and recipe["guidance"] != "none" and names[:20] or None)
+    save_grid(path.with_suffix(".png"), [pixels[labels == c][:16] for c in recipe["classes"]], names if recipe["guidance"] != "none" else None)
     shutil.rmtree(path.with_suffix(".parts"), ignore_errors=True)
     if png:
         for i, (image, label) in enumerate(zip(images, labels)):
-            name = (names or [])[recipe["classes"].index(label)] if names else str(label)
+            name = names[recipe["classes"].index(label)] if names else str(label)
             file = path.with_suffix("") / name / f"{i:06d}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image.squeeze()).save(file)

@@ -115,7 +115,7 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
                 value = loss(*share) * (len(share[0]) / len(whole[0]))
                 optimizer.zero_grad()
                 value.backward()
-                value = add_gradients(net, value.detach())
+                value, stopping = add_gradients(net, value.detach(), stop)
                 norm = torch.nn.utils.clip_grad_norm_(net.parameters(), clip or math.inf)
                 losses.append(float(value))
                 if not math.isfinite(losses[-1]) or not math.isfinite(norm):
@@ -134,12 +134,12 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
                     losses.clear()
                 if inspect and rank == 0 and (every and done % every == 0 or done == steps):
                     log.append(dict(step=done, **(inspect(done, average) or {})))
-                if done % save_every == 0 or done == steps or stop:
+                if done % save_every == 0 or done == steps or stopping:
                     save(done)
                     start, restart = done, False
-                if stop:
+                if stopping and done < steps:
                     say(f"\n{path}: stopped at step {done} and saved; the same command continues")
-                    sys.exit(128 + stop[0])
+                    sys.exit(128 + stopping)
     return average
 
 
@@ -163,9 +163,9 @@ def resume(path, kind, net, settings, optimizer, average, device):
 # ---------------------------------------------------------------------------- data
 
 NAMED = {  # torchvision's class, and what to fetch by hand where there is no network
-    "cifar10": ("CIFAR10", "cifar-10-python.tar.gz (md5 c58f30108f718f92721af3b95e74349a)"),
-    "cifar100": ("CIFAR100", "cifar-100-python.tar.gz (md5 eb9058c3a382ffc7106e4002c42a8d85)"),
-    "fashion": ("FashionMNIST", "the four *-ubyte.gz files, in FashionMNIST/raw"),
+    "cifar10": ("CIFAR10", "cifar-10-python.tar.gz (md5 c58f30108f718f92721af3b95e74349a) into {}/"),
+    "cifar100": ("CIFAR100", "cifar-100-python.tar.gz (md5 eb9058c3a382ffc7106e4002c42a8d85) into {}/"),
+    "fashion": ("FashionMNIST", "the four *-ubyte.gz files into {}/FashionMNIST/raw/"),
 }
 CLASSES = {
     "cifar10": "airplane automobile bird cat deer dog frog horse ship truck".split(),
@@ -295,8 +295,8 @@ def from_torchvision(data, root):
     try:
         sets = [getattr(import_torchvision().datasets, kind)(root, train=train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
-        raise UserError(f"--data {data}: cannot be downloaded ({str(error).splitlines()[0]}); put {files} into {root}/, or {root}/{data}.npz with "
-                        "images, labels, test_images, test_labels; --data shapes needs no download") from None
+        raise UserError(f"--data {data}: cannot be downloaded ({str(error).splitlines()[0]}); put {files.format(root)}, or make {root}/{data}.npz "
+                        "with images, labels, test_images, test_labels; --data shapes needs no download") from None
     found = {}
     for prefix, part in zip(("", "test_"), sets):
         images = np.asarray(part.data)
@@ -364,16 +364,17 @@ def mix(*parts):
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def add_gradients(net, value):
-    """Sums the gradients, and the loss, of all processes."""
+def add_gradients(net, value, stop):
+    """Sums the gradients and the loss of all processes → the loss, and the signal that one of them caught, so that all stop at the same step."""
+    caught = stop[0] if stop else 0
     if process()[1] > 1:
         grads = [p.grad for p in net.parameters() if p.grad is not None]
-        flat = torch.cat([g.reshape(-1) for g in grads] + [value.reshape(1)])
+        flat = torch.cat([g.reshape(-1) for g in grads] + [value.reshape(1), value.new_full((1,), caught)])
         dist.all_reduce(flat)
-        for g, part in zip(grads, flat.split([g.numel() for g in grads] + [1])):
+        for g, part in zip(grads, flat.split([g.numel() for g in grads] + [2])):
             g.copy_(part.view_as(g))
-        value = flat[-1]
-    return value
+        value, caught = flat[-2], caught or int(flat[-1] > 0) * signal.SIGTERM
+    return value, caught
 
 
 @contextlib.contextmanager
