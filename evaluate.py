@@ -3,16 +3,14 @@
     python evaluate.py runs/cifar10/samples-base.npz runs/cifar10/samples-dlsm.npz --data cifar10
 
 Reads sample files (our .npz, guided-diffusion's, folders of pictures), prints the paper's Table 2 for them, a column each, and
-writes evaluation.json with the recipe of each number, and Figure 4, beside the first. Features and classifiers are kept in
-ROOT/features by content: nothing is computed twice. In Python: evaluate(images, labels, data="fashion", features="own").
+writes it as evaluation.md, the recipe of each number as evaluation.json, and Figure 4, beside the first file. Features and
+classifiers are kept in ROOT/features by content: nothing is computed twice. In Python: evaluate(images, labels, ...).
 """
-import contextlib
 import functools
 import hashlib
 import json
 import math
 import pathlib
-import sys
 import urllib.request
 
 import numpy as np
@@ -23,10 +21,10 @@ from torch import nn
 from models import NoisyResNet, UserError, checksum, load_checkpoint, save_checkpoint, write_whole
 from sample import chart, npz_bytes
 from train_classifier import ce_loss
-from train_score import (Parser, Progress, check_images, fit, image_draw, import_torchvision, load_images, mix, number, read_folder,
-                         read_npz, run, run_folder, say, set_up, shared_flags)
+from train_score import (Parser, Progress, check_images, fit, image_draw, import_torchvision, load_images, mix, number,
+                         read_folder, read_npz, run, run_folder, say, set_up, shared_flags)
 
-OWN = dict(depth=18, width=16, steps=2000, batch=128, lr=2e-3, cosine=True)  # ours: minutes on a CPU for 16×16 images
+OWN = dict(depth=18, width=16, batch=128, lr=2e-3, cosine=True)  # ours: minutes on a CPU for 16×16 images
 CAS = dict(batch=150, lr=2e-4, cosine=False)  # Appendix A.6.3; it names neither steps (--cas-steps) nor augmentation (none here)
 CLEAN = 0.01  # the σ that these classifiers of images without noise are told
 METRICS = ("fid", "is", "prdc", "classwise", "cas")
@@ -49,6 +47,7 @@ WEIGHTS_SHA = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 # ---------------------------------------------------------------------------- precision, recall, density, coverage
 
 TILE = 2048  # points a side of a block of distances: 16 MB
+PRECISIONS = (torch.float32, torch.float64)  # of the products: the second where the digits of the first do not do
 SPARE = 8  # neighbours kept beyond the k-th, in case rounding changed their order
 
 
@@ -69,49 +68,38 @@ def prdc(real, fake, k=3, real_radii=None):
     center = real.mean(0)
     for i in range(0, len(real), TILE):
         for j in range(0, len(fake), TILE):
-            radii = real_radii[i : i + TILE, None], fake_radii[None, j : j + TILE]
-            for dtype in precisions(real):
-                a, b = block(real, center, dtype, i), block(fake, center, dtype, j)
-                found = [pairs_inside(squared_distances(a, b), radius, a, b) for radius in radii]
-                if None not in found:
+            a, b = real[i : i + TILE], fake[j : j + TILE]
+            for dtype in PRECISIONS[a.shape[1] < 64 :]:
+                block = squared_distances(a, b, center, dtype)
+                near_real = pairs_inside(*block, real_radii[i : i + TILE, None], a, b)
+                near_fake = pairs_inside(*block, fake_radii[None, j : j + TILE], a, b)
+                if near_real and near_fake:
                     break
-            (rows, columns), (recalled_rows, _) = found
-            in_balls[j : j + TILE] += torch.bincount(columns, minlength=len(b[0]))
-            covered[rows + i], recalled[recalled_rows + i] = True, True
+            in_balls[j : j + TILE] += torch.bincount(near_real[1], minlength=len(b))
+            covered[near_real[0] + i] = recalled[near_fake[0] + i] = True
     precision, recall, coverage = (mask.double().mean().item() for mask in (in_balls > 0, recalled, covered))
     return dict(precision=precision, recall=recall, density=in_balls.sum().item() / (k * len(fake)), coverage=coverage)
 
 
 def as_points(values, k):
     values = torch.as_tensor(values).detach()
-    values = values.reshape(len(values), -1).to(values.dtype if values.dtype in (torch.float32, torch.float64) else torch.float64)
-    if not values.sum(0).isfinite().all():
-        raise UserError("prdc: the points hold NaN or infinite values")
+    values = values.reshape(len(values), -1).to(values.dtype if values.dtype in PRECISIONS else torch.float64)
     if len(values) <= k or k < 1:
         raise UserError(f"prdc: k = {k} neighbours need k ≥ 1 and at least k + 1 points, there are {len(values)}")
+    if not values.sum(0).isfinite().all():
+        raise UserError("prdc: the points hold NaN or infinite values")
     return values
 
 
-def precisions(points):
-    """Products are taken in float32, and again in float64 where its digits do not do; in few dimensions at once in float64."""
-    return (torch.float32, torch.float64)[points.shape[1] < 64 :]
+def squared_distances(a, b, center, dtype):
+    """‖a‖² + ‖b‖² − 2ab of all pairs by one matrix product, around a center, where it cancels less; bounds of its error.
 
-
-def block(points, center, dtype, start):
-    """Points from start on: around a center, where products cancel less, and in `dtype`; their squared norms; as they are."""
-    exact = points[start : start + TILE]
-    near = (exact - center.to(torch.promote_types(exact.dtype, dtype))).to(dtype)
-    return near, near.square().sum(1), exact
-
-
-def squared_distances(a, b):
-    """‖a‖² + ‖b‖² − 2ab of all pairs of two blocks: one matrix product, off by at most `rounding`."""
-    return torch.addmm(b[1], a[0], b[0].T, alpha=-2).add_(a[1][:, None])
-
-
-def rounding(d, a2, b2):
-    """√d ε (‖a‖² + ‖b‖²): several times the largest error seen in a product over d coordinates."""
-    return max(d, 16) ** 0.5 * torch.finfo(a2.dtype).eps * (a2 + b2)
+    The error of a pair is below the sum of its row's bound and its column's, √d ε ‖·‖²: several times the largest one seen.
+    """
+    a, b = ((v - center.to(torch.promote_types(v.dtype, dtype))).to(dtype) for v in (a, b))
+    a2, b2 = a.square().sum(1), b.square().sum(1)
+    epsilon = max(a.shape[1], 16) ** 0.5 * torch.finfo(dtype).eps
+    return torch.addmm(b2, a, b.T, alpha=-2).add_(a2[:, None]), epsilon * a2, epsilon * b2
 
 
 def pair_distances(a, b, i, j):
@@ -123,14 +111,12 @@ def pair_distances(a, b, i, j):
 def knn_radii(points, k):
     """Squared distance of each point to its k-th nearest other one; exact distances decide the order around the k-th place."""
     n, m, center = len(points), min(k + SPARE, len(points) - 1), points.mean(0)
-    for dtype in precisions(points):
-        best, index = torch.full((n, m), math.inf, dtype=dtype), torch.zeros(n, m, dtype=torch.int64)
-        best, index, norms = best.to(points.device), index.to(points.device), []
+    for dtype in PRECISIONS[points.shape[1] < 64 :]:
+        best, error = points.new_full((n, m), math.inf, dtype=dtype), points.new_zeros(n, dtype=dtype)
+        index = torch.zeros(n, m, dtype=torch.int64, device=points.device)
         for i in range(0, n, TILE):
-            a = block(points, center, dtype, i)
-            norms.append(a[1])
             for j in range(i, n, TILE):  # distances are symmetric: half of the blocks do
-                distance = squared_distances(a, block(points, center, dtype, j) if j > i else a)
+                distance, error[i : i + TILE], _ = squared_distances(points[i : i + TILE], points[j : j + TILE], center, dtype)
                 if i == j:
                     distance.fill_diagonal_(math.inf)  # a point is not its own neighbour
                 for row, column, values in ((i, j, distance), (j, i, distance.T.contiguous()))[: 1 + (i != j)]:
@@ -139,9 +125,8 @@ def knn_radii(points, k):
                     value, at = torch.cat([best[rows], value], 1), torch.cat([index[rows], at + column], 1)
                     best[rows], order = value.topk(m, largest=False)
                     index[rows] = at.gather(1, order)
-        norms = torch.cat(norms)
-        error = rounding(points.shape[1], norms[:, None], norms[index])
-        unsure = (best - best[:, k - 1 : k]).abs() <= error + error[:, k - 1 : k]
+        bound = error[:, None] + error[index]
+        unsure = (best - best[:, k - 1 : k]).abs() <= bound + bound[:, k - 1 : k]
         best = best.double()
         best[unsure] = pair_distances(points, points, unsure.nonzero()[:, 0], index[unsure])
         radii = best.sort(1).values[:, k - 1]
@@ -150,22 +135,21 @@ def knn_radii(points, k):
     return radii
 
 
-def pairs_inside(distance, radius, a, b):
-    """Pairs (i, j) with distance < radius, both squared; None if float32 leaves too many undecided. Exact distances decide the rest.
+def pairs_inside(distance, row_error, column_error, radius, a, b):
+    """Pairs (i, j) with distance < radius, both squared; exact distances decide near ties, or None if float32 leaves too many.
 
     The same pair computed twice may differ in the last digit and must not be inside its own radius: hence 1e-12.
     """
-    d, limit = a[0].shape[1], radius + rounding(a[0].shape[1], a[1].max(), b[1].max())
-    flat = (distance < limit.to(distance.dtype)).view(-1).nonzero()[:, 0]
-    i, j = flat // distance.shape[1], flat % distance.shape[1]
+    limit = (radius + row_error.max() + column_error.max()).to(distance.dtype)
+    flat = (distance < limit).view(-1).nonzero()[:, 0]
+    i, j = flat // len(b), flat % len(b)
     radius, distance = radius.expand(distance.shape)[i, j], distance.view(-1)[flat]
-    inside = distance < radius
-    unsure = (distance - radius).abs() <= rounding(d, a[1][i], b[1][j])
-    unsure &= radius > 0  # as an open ball of radius 0 is empty
+    inside = (distance < radius) & (radius > 0)  # rounding can take a distance below 0
+    unsure = ((distance - radius).abs() <= row_error[i] + column_error[j]) & (radius > 0)
     if distance.dtype == torch.float32 and unsure.sum() > 16 * TILE:
         return None
-    inside[unsure] = pair_distances(a[2], b[2], i[unsure], j[unsure]) < radius[unsure] * (1 - 1e-12)
-    return i[inside & (radius > 0)], j[inside & (radius > 0)]
+    inside[unsure] = pair_distances(a, b, i[unsure], j[unsure]) < radius[unsure] * (1 - 1e-12)
+    return i[inside], j[inside]
 
 
 # ---------------------------------------------------------------------------- FID and IS
@@ -186,13 +170,16 @@ def moments(features):
 def frechet_distance(mu1, cov1, mu2, cov2):
     """‖μ1 − μ2‖² + tr(S1 + S2 − 2 (S1 S2)^½) of two Gaussians (Heusel et al. 2017), in float64.
 
-    tr (S1 S2)^½ is the sum of the roots of the eigenvalues of S1^½ S2 S1^½, which is symmetric. The null space of S1, where
-    there are fewer samples than features, is left out: it adds nothing, and the root would magnify its rounding errors.
+    With S1 = L Lᵀ, tr (S1 S2)^½ is the sum of the roots of the eigenvalues of Lᵀ S2 L, which is symmetric. Cholesky's L is the
+    quickest. With fewer samples than features there is none; then the null space of S1, which adds nothing, is left out, as the
+    root would magnify its rounding errors.
     """
     mu1, cov1, mu2, cov2 = (torch.as_tensor(v).double() for v in (mu1, cov1, mu2, cov2))
-    values, vectors = torch.linalg.eigh(cov1)
-    keep = values > values[-1] * len(values) * torch.finfo(torch.float64).eps
-    root = vectors[:, keep] * values[keep].sqrt()
+    (root, failed), epsilon = torch.linalg.cholesky_ex(cov1), len(cov1) * torch.finfo(torch.float64).eps
+    if failed or root.diagonal().min() ** 2 < epsilon * root.diagonal().max() ** 2:
+        values, vectors = torch.linalg.eigh(cov1)
+        keep = values > epsilon * values[-1]
+        root = vectors[:, keep] * values[keep].sqrt()
     overlap = torch.linalg.eigvalsh(root.T @ cov2 @ root).clamp(min=0).sqrt().sum()
     return max(((mu1 - mu2).square().sum() + cov1.trace() + cov2.trace() - 2 * overlap).item(), 0.0)
 
@@ -246,8 +233,8 @@ def inception_weights(given, root):
         with urllib.request.urlopen(WEIGHTS_URL, timeout=30) if fetch else open(path, "rb") as file:
             data = file.read()
     except Exception as error:  # no network, a proxy's refusal, a cut connection, no such file
-        raise UserError(f"FID's Inception weights cannot be had ({error}); get {WEIGHTS_URL} and put it at {path}, or name it with "
-                        "--weights; --features own needs none") from None
+        raise UserError(f"FID's Inception weights cannot be had ({error}); get {WEIGHTS_URL} and put it at {path}, or name it "
+                        "with --weights; --features own needs none") from None
     sha = hashlib.sha256(data).hexdigest()
     if sha != WEIGHTS_SHA and not given:
         cure = "not kept, try again" if fetch else "delete it, and it is fetched again"
@@ -270,7 +257,8 @@ def load_inception(path):
     try:
         net.load_state_dict(dict(load_checkpoint(path)))
     except (RuntimeError, AttributeError) as error:
-        raise UserError(f"{path}: not FID's Inception ({' '.join(str(error).split())[:90]}…); the usual file is {WEIGHTS}") from None
+        trouble = " ".join(str(error).split())[:90]
+        raise UserError(f"{path}: not FID's Inception ({trouble}…); the usual file is {WEIGHTS}") from None
     for name, part in net.named_children():
         if hasattr(part, "branch_pool"):
             pool = nn.MaxPool2d(3, 1, 1) if name == "Mixed_7c" else nn.AvgPool2d(3, 1, 1, count_include_pad=False)
@@ -299,7 +287,9 @@ class Evaluation:
     """The real images, their features and the settings, shared by all sample files; each made when it is first needed."""
 
     def __init__(self, args):
-        self.args, self.device, self.folder = args, set_up(args), pathlib.Path(args.root) / "features"
+        self.args, self.device, self.folder, self.radii = args, set_up(args), pathlib.Path(args.root) / "features", {}
+        self.spared = args.metrics is None and self.device.type != "cuda"  # CAS, which would take hours
+        args.metrics = args.metrics or ",".join(METRICS[: -1 if self.spared else None])
         self.metrics = set(METRICS if args.metrics == "all" else args.metrics.split(","))
         if not self.metrics <= set(METRICS):
             raise UserError(f"--metrics {args.metrics}: must be all, or some of {','.join(METRICS)}")
@@ -339,15 +329,16 @@ class Evaluation:
 
             return dict(features="inception", sha256=sha, resize=self.args.resize), 2048, call
         images, labels, names = self.images()
-        net = self.trained("own", NoisyResNet, (OWN["depth"], len(names), OWN["width"], images.shape[1]), images, labels, OWN)
+        recipe = dict(OWN, steps=self.args.own_steps)
+        net = self.trained("own", NoisyResNet, (OWN["depth"], len(names), OWN["width"], images.shape[1]), images, labels, recipe)
 
         def call(images):
             x = images.float() / 255
             features = net.features(x, x.new_full(x.shape[:1], CLEAN))
             return features, net.linear(features)
 
-        about = dict(features="own", sha256=checksum(net.state_dict()), test_accuracy=self.accuracy(net), seed=self.args.seed, **OWN)
-        return about, net.linear.in_features, call
+        about = dict(features="own", sha256=checksum(net.state_dict()), test_accuracy=self.accuracy(net), seed=self.args.seed)
+        return dict(about, **recipe), net.linear.in_features, call
 
     def trained(self, kind, network, config, images, labels, recipe):
         """A classifier trained by `fit` on images without noise; kept by content, so resumed and never trained twice."""
@@ -391,42 +382,51 @@ class Evaluation:
             save_checkpoint(path, made[-1])
         return tuple(torch.cat([m[key] for m in made]) for key in ("features", "logits"))
 
+    def compare(self, real, fake, part="all"):
+        """prdc; the radii of the real points, most of its work where samples are few, serve all sample files."""
+        real, fake = (v.to(self.device if self.device.type == "cuda" else "cpu") for v in (real, fake))  # float64: not on MPS
+        if part not in self.radii:
+            self.radii[part] = knn_radii(as_points(real, self.args.k), self.args.k)
+        return prdc(real, fake, self.args.k, self.radii[part])
+
     def check(self, where, images, labels=None):
         """Samples, a tensor (N, C, H, W) or an array (N, H, W, C) → tensors, labels perhaps None; or an error with its cure."""
         args, unlabelled = self.args, labels is None
-        images = images.detach().cpu().movedim(1, -1).numpy() if isinstance(images, torch.Tensor) else np.asarray(images)
+        if isinstance(images, torch.Tensor):
+            images = images.detach().cpu().movedim(1, -1).numpy() if images.ndim == 4 else images
+        images = np.asarray(images)
         if images.dtype.kind == "f" and images.size:
             low, high = images.min(), images.max()
             if not np.isfinite([low, high]).all():
                 raise UserError(f"{where}: the images hold NaN or infinite values; the sampler failed, draw them again")
             cure = "x.clip(0, 255)" if low < -1 or high > 1 else "(127.5 * (x + 1))" if low < 0 else "(255 * x)"
-            raise UserError(f"{where}: the images are {images.dtype}, {low:.3g} to {high:.3g}; save {cure}.round().astype('uint8')")
+            raise UserError(f"{where}: images are {images.dtype}, {low:.3g} to {high:.3g}; save {cure}.round().astype('uint8')")
         values = np.unique(images[:1000]).tolist()
         if values and max(values) <= 1 or values == [0, 1, 255]:
-            raise UserError(f"{where}: the pixel values are {values}: floats from 0 or −1 to 1, cast to uint8? Scale to 0…255 first")
-        labels = np.zeros(len(images), int) if unlabelled else np.asarray(labels)
+            raise UserError(f"{where}: the only pixel values are {values}, as of floats cast to uint8; scale to 0 to 255 first")
+        labels = np.zeros(len(images), int) if unlabelled else torch.as_tensor(labels).cpu().numpy()
         images, labels = check_images(where, dict(images=images, labels=labels))
         least = max(2, 10 * ("is" in self.metrics), (args.k + 1) * ("prdc" in self.metrics))
         if len(images) < least:
-            raise UserError(f"{where}: {len(images)} samples; --metrics {args.metrics} with --k {args.k} need at least {least}")
+            raise UserError(f"{where}: {len(images)} samples, --metrics {args.metrics} with --k {args.k} needs at least {least}")
         if not self.needs_real:
             return images, None
         real, real_labels, names = self.images()
         if images.shape[1:] != real.shape[1:]:
             a, b = ("×".join(map(str, v.shape[1:])) for v in (images, real))
             cure = f"--size {images.shape[2]} resizes those" if images.shape[1] == real.shape[1] else "see --data"
-            raise UserError(f"{where}: the samples are {a} (channels first), the images of --data {args.data} {b}; {cure}")
+            raise UserError(f"{where}: samples are {a} (channels first), the images of --data {args.data} {b}; {cure}")
         if unlabelled:
             return images, None
         counts = torch.bincount(labels, minlength=len(names))
         if len(counts) > len(names):
-            raise UserError(f"{where}: labels up to {len(counts) - 1}, but --data {args.data} has {len(names)} classes; see --data")
+            raise UserError(f"{where}: labels up to {len(counts) - 1}, --data {args.data} has {len(names)} classes; see --data")
         least = args.k + 1 if "classwise" in self.metrics else int("cas" in self.metrics)
         for count, what in ((counts, "samples"), (torch.bincount(real_labels), "real images")):
             if count.min() < least:
                 c = count.argmin().item()
-                raise UserError(f"{where}: class {c} ({names[c]}) has {count[c]} {what}; class-wise metrics (k = {args.k}) and CAS need "
-                                f"{least} in every class: draw more, or leave these out with --metrics fid,is,prdc")
+                raise UserError(f"{where}: class {c} ({names[c]}) has {count[c]} {what}, class-wise metrics with k = {args.k} or "
+                                f"CAS need {least} in every class; draw more, or leave them out with --metrics fid,is,prdc")
         return images, labels
 
     def measure(self, images, labels=None, name="samples"):
@@ -435,10 +435,10 @@ class Evaluation:
         if self.metrics == {"cas"}:
             return numbers
         features, logits = self.features(images, name)
-        place = self.device if self.device.type == "cuda" else "cpu"  # prdc needs float64, MPS has none
 
         def put(values, **recipe):
-            numbers.update({key: dict(value=value, n=len(images), **recipe, **self.extractor[0]) for key, value in values.items()})
+            recipe = dict(n=len(images), **recipe, extractor=self.extractor[0])
+            numbers.update({key: dict(value=value, **recipe) for key, value in values.items()})
 
         if "fid" in self.metrics:
             reference = self.args.stats or f"{data}, {len(self.images()[0])} training images"
@@ -450,15 +450,14 @@ class Evaluation:
         if "prdc" in self.metrics:
             real = self.real_features
             say(f"{name}: precision, recall, density, coverage of {len(features)} samples and {len(real)} real images")
-            put(prdc(real.to(place), features.to(place), k), k=k, reference=f"{data}, {len(real)} training images")
+            put(self.compare(real, features), k=k, reference=f"{data}, {len(real)} training images")
         if "classwise" in self.metrics and labels is not None:
             _, real_labels, names = self.images()
-            parts = ((self.real_features[real_labels == c].to(place), features[labels == c].to(place)) for c in range(len(names)))
-            table = dict(zip(names, (prdc(*part, k) for part in parts)))
+            table = [self.compare(self.real_features[real_labels == c], features[labels == c], c) for c in range(len(names))]
             for key in PRDC:
-                values = {name: row[key] for name, row in table.items()}
-                mean = sum(values.values()) / len(values)
-                put({f"cw_{key}": mean}, k=k, reference=f"{data}, the training images of each class", classes=values)
+                classes = {name: row[key] for name, row in zip(names, table)}
+                mean = sum(classes.values()) / len(classes)
+                put({f"cw_{key}": mean}, k=k, reference=f"{data}, the training images of each class", classes=classes)
             if self.args.features == "own":
                 put(dict(accuracy=(logits.argmax(1) == labels).double().mean().item()))
         return numbers
@@ -471,8 +470,8 @@ class Evaluation:
 
 
 def evaluate(samples, labels=None, **flags):
-    """Numbers of samples in memory → {key: value}; flags as keywords: evaluate(images, labels, data="fashion", features="own")."""
-    args = flags_parser().parse_args([])
+    """Numbers of samples in memory → {key: value}; flags as keywords: evaluate(images, labels, data="fashion", metrics="fid")."""
+    args = make_parser().parse_args([])
     if unknown := set(flags) - set(vars(args)):
         raise UserError(f"evaluate: no flag {min(unknown)}; there are {', '.join(vars(args))}")
     vars(args).update(flags)
@@ -493,9 +492,11 @@ def read_samples(path, names):
         found, folders = read_folder(path, None)
         if folders == ["."] or not names:
             return found["images"], None, {}
-        known = dict(zip(names, range(len(names)))) if set(folders) <= set(names) else {v: int(v) for v in folders if v.isdecimal()}
+        known = {name: i for i, name in enumerate(names)}
+        if not set(folders) <= set(known):
+            known = {name: int(name) for name in folders if name.isdecimal()}
         if wrong := set(folders) - set(known):
-            raise UserError(f"{path}: sub-folder {min(wrong)!r} is no class of --data; name them {', '.join(names[:3])}… or 0, 1, 2…")
+            raise UserError(f"{path}: its sub-folder {min(wrong)!r} is no class of --data; name them {names[0]}… or 0, 1, 2…")
         return found["images"], np.array([known[name] for name in folders])[found["labels"]], {}
     found = read_npz(path)
     images = found.get("images", found.get("arr_0"))
@@ -510,63 +511,69 @@ def read_samples(path, names):
 
 
 def markdown(columns, fid):
-    """The table: rows as in the paper, one column a file, the best of ours and the best of the paper's in bold."""
+    """The table: rows as in the paper, one column a file; the best of ours, and of the paper's, in bold."""
     lines = ["| | | " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * len(columns)]
-    ours = [name for name in columns if not name.endswith("(paper)")]
     for key, (title, digits, best) in ROWS.items():
         cells = {name: numbers[key] for name, numbers in columns.items() if key in numbers}
-        texts = {name: f"{cell['value']:.{cell.get('digits', digits)}f}" for name, cell in cells.items()}
-        for group in (set(cells) & set(ours), set(cells) - set(ours)):
-            top = best and len(group) > 1 and best(float(texts[name]) for name in group)
-            texts.update({name: f"**{texts[name]}**" for name in group if best and len(group) > 1 and float(texts[name]) == top})
-        if "deviation" in next(iter(cells.values()), {}):
-            texts = {name: f"{text} ± {cells[name]['deviation']:.2f}" for name, text in texts.items()}
+        if not any("n" in cell for cell in cells.values()):
+            continue
+        texts = []
+        for cell in (cells.get(name) for name in columns):
+            rivals = [round(v["value"], digits) for v in cells.values() if cell and ("n" in v) == ("n" in cell)]
+            text = f"{cell['value']:.{digits if 'n' in cell else 2}f}" if cell else "–"
+            text = f"**{text}**" if best and len(rivals) > 1 and best(rivals) == round(cell["value"], digits) else text
+            texts.append(text + (f" ± {cell['deviation']:.2f}" if cell and "deviation" in cell else ""))
         if key == "fid":
-            counts = {cells[name]["n"] for name in ours if name in cells}
-            title = f"{fid}@{min(counts, default=0)}" if len(counts) < 2 else f"{fid}@n"
-            texts.update({name: f"{texts[name]} @{cells[name]['n']}" for name in ours if len(counts) > 1})
-        if set(cells) & set(ours):
-            arrow = {min: "↓", max: "↑"}.get(best, "")
-            lines.append(f"| {title} | {arrow} | " + " | ".join(texts.get(name, "–") for name in columns) + " |")
+            title = f"{fid}@" + "/".join(dict.fromkeys(str(cell["n"]) for cell in cells.values() if "n" in cell))
+        lines.append(f"| {title} | {({min: '↓', max: '↑'}).get(best, '')} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
 def report(files, evaluation, out):
-    """Writes evaluation.json and Figure 4, the sorted class-wise differences to the first file → the table with notes."""
+    """Writes evaluation.json, .md, and Figure 4: the sorted class-wise differences to the first file → the table with notes."""
     args, (about, d) = evaluation.args, ({}, 0) if evaluation.metrics == {"cas"} else evaluation.extractor[:2]
-    fid, notes, columns = "FD" if args.features == "own" else "FID", [], {name: file["numbers"] for name, file in files.items()}
+    columns, notes = {name: file["numbers"] for name, file in files.items()}, []
+    fid = "FD" if args.features == "own" else "FID"
+    for n in sorted({file["n"] for file in files.values() if "fid" in file["numbers"] and file["n"] < 10_000}):
+        trouble = f"fewer than {d + 1} samples: not comparable" if n <= d else f"few samples: compare with {fid}@{n} only"
+        notes.append(f"Warning: {fid}@{n} is of {trouble}")
+    if evaluation.spared:
+        notes.append("CAS was left out, as there is no GPU; --metrics all includes it")
     for name, file in files.items():
-        if "fid" in evaluation.metrics and file["n"] < 10_000:
-            trouble = f"fewer than {d + 1} samples, not comparable" if file["n"] <= d else "few samples, compare only with the same n"
-            notes.append(f"{fid}@{file['n']} of {name}: {trouble}")
-        if file["recipe"].get("data", args.data) != args.data:
-            notes.append(f"{name} was drawn for {file['recipe']['data']}, not for --data {args.data}")
+        data = file["recipe"].get("data", args.data)
+        if pathlib.Path(data).name != pathlib.Path(args.data).name:
+            notes.append(f"Warning: {name} was drawn for {data}, not for --data {args.data}")
     whole = dict(data=args.data, size=args.size, features=about, notes=notes, files=files)
     write_whole(out / "evaluation.json", json.dumps(whole, indent=1).encode())
     first, *others = [name for name in files if "cw_recall" in columns[name]] or [None]
     for name in others:
-        pairs = [(key, *(columns[v][f"cw_{key}"]["classes"] for v in (first, name))) for key in PRDC]
-        panels = [dict(title=f"Class-wise {key}", x="classes, sorted", y=f"{name} minus {first}", bars=sorted((b[c] - a[c] for c in a), reverse=True))
-                  for key, a, b in pairs]
+        panels = []
+        for key in PRDC:
+            a, b = (columns[v][f"cw_{key}"]["classes"] for v in (first, name))
+            bars = sorted((b[c] - a[c] for c in a), reverse=True)
+            panels.append(dict(title=f"Class-wise {key}", x="classes, sorted", y=f"{name} minus {first}", bars=bars))
         chart(out / f"classwise-{name}-minus-{first}.png", panels, columns=2)
-    if args.paper:
-        keys = [key for key in ROWS if key not in ("is_splits", "cas_real", "accuracy")]
-        for name, values in PAPER[args.data].items():
-            columns[f"{name} (paper)"] = {key: dict(value=v, digits=2) for key, v in zip(keys, values)}
-    what = {"inception": f"resize {args.resize}", "own": f"test accuracy {about.get('test_accuracy', 0):.4f}"}[args.features]
-    title = f"{args.data}, {args.features} features (sha256 {about.get('sha256', '')[:8]}, {what}), k = {args.k}"
-    return "\n\n".join([title, markdown(columns, fid), *notes])
+    for name, values in PAPER[args.data].items() if args.paper else ():
+        keys = (key for key in ROWS if key not in ("is_splits", "cas_real", "accuracy"))
+        columns[f"{name} (paper)"] = {key: dict(value=value) for key, value in zip(keys, values)}
+    what = f"resize {args.resize}" if fid == "FID" else f"test accuracy {about.get('test_accuracy', 0):.4f}"
+    title = f"{args.data}, {args.features} features (sha256 {about.get('sha256', 'none')[:8]}, {what}), k = {args.k}"
+    text = "\n\n".join([title, markdown(columns, fid), *notes])
+    write_whole(out / "evaluation.md", f"{text}\n".encode())
+    return text
 
 
-def flags_parser():
+def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser, None)
-    parser.add_argument("samples", nargs="*", type=pathlib.Path, help="sample files or folders of pictures; Figure 4 compares with the "
-                        "first (default: runs/RUN/samples-*.npz)")
-    parser.flag("--metrics", "all", f"some of {','.join(METRICS)}; cas takes longest: a training a file, and one on real images")
-    parser.flag("--features", "inception", "FID's Inception, or own: a ResNet trained here on the real images", choices=["inception", "own"])
+    parser.add_argument("samples", nargs="*", type=pathlib.Path, help="sample files or folders; Figure 4 compares with the first "
+                        "(default: runs/RUN/samples-*.npz)")
+    parser.flag("--metrics", None, f"some of {','.join(METRICS)}, or all (default: all; without a GPU all but cas, which trains "
+                "a ResNet for each file and one on real images)")
+    parser.flag("--features", "inception", "FID's, or own: of a ResNet trained on the real images", choices=["inception", "own"])
+    parser.flag("--own-steps", 1500, "training steps of that ResNet, of 128 images", number(int, 1, 10**9))
     parser.flag("--weights", None, f"Inception's weights (default: ROOT/features/{WEIGHTS}, fetched if need be)")
-    parser.flag("--resize", "tf", "to Inception's 299×299: tf (the paper's FID) or torch (pytorch-fid's)", choices=["tf", "torch"])
+    parser.flag("--resize", "tf", "to 299×299 for Inception: tf (the paper's) or torch (pytorch-fid's)", choices=["tf", "torch"])
     parser.flag("--stats", None, "FID's reference: an .npz with mu and sigma, in place of the training images")
     parser.flag("--save-stats", None, "write such a file, of the training images", pathlib.Path)
     parser.flag("--k", 3, "neighbours for precision, recall, density and coverage", number(int, 1, 1000))
@@ -579,35 +586,33 @@ def flags_parser():
 
 
 def main():
-    args = flags_parser().parse_args()
+    args = make_parser().parse_args()
     if args.paper and args.data not in PAPER:
         raise UserError(f"--paper: the paper has numbers for {' and '.join(PAPER)}, not for --data {args.data}")
     paths, files, samples = args.samples or sorted(run_folder(args).glob("samples-*.npz")), {}, {}
     if not paths:
         raise UserError(f"{run_folder(args)}: has no samples-*.npz; python sample.py makes them, or name your files")
-    out = args.out or paths[0].absolute().parent
-    with contextlib.redirect_stdout(sys.stderr):  # only the table goes to stdout
-        evaluation = Evaluation(args)
-        for path in paths:
-            images, labels, recipe = read_samples(path, evaluation.images()[2] if evaluation.needs_real else [])
-            name = path.stem.removeprefix("samples-")
-            name = f"{path.absolute().parent.name}-{name}" if name in files else name
-            samples[name] = evaluation.check(path, images, labels)
-            files[name] = dict(path=str(path), n=len(images), recipe=recipe)
-        for name, file in files.items():
-            file["numbers"] = evaluation.measure(*samples[name], name)
-        if args.save_stats:
-            mu, cov = moments(evaluation.real_features)
-            write_whole(args.save_stats, npz_bytes(mu=mu.numpy(), sigma=cov.numpy()))
-        table, labelled = report(files, evaluation, out), [name for name in files if samples[name][1] is not None]
-        if "cas" in evaluation.metrics and labelled:
-            say(f"{table}\n\nCAS: {len(labelled) + 1} trainings of {args.cas_model} for {args.cas_steps} steps")
-            real = evaluation.cas(*evaluation.images()[:2])
-            for name in labelled:
-                files[name]["numbers"].update(cas=evaluation.cas(*samples[name]), cas_real=real)
-            table = report(files, evaluation, out)
-        say(f"{out / 'evaluation.json'} has the recipe of each number")
-    print(table)
+    out, evaluation = args.out or paths[0].absolute().parent, Evaluation(args)
+    for path in paths:
+        names = evaluation.images()[2] if evaluation.needs_real and path.is_dir() else []
+        images, labels, recipe = read_samples(path, names)
+        name = path.stem.removeprefix("samples-")
+        name = f"{path.absolute().parent.name}-{name}" if name in files else name
+        samples[name] = evaluation.check(path, images, labels)
+        files[name] = dict(path=str(path), n=len(images), recipe=recipe)
+    for name, file in files.items():
+        file["numbers"] = evaluation.measure(*samples[name], name)
+    if args.save_stats:
+        mu, cov = moments(evaluation.real_features)
+        write_whole(args.save_stats, npz_bytes(mu=mu.numpy(), sigma=cov.numpy()))
+    report(files, evaluation, out)
+    labelled = [name for name in files if samples[name][1] is not None]
+    if "cas" in evaluation.metrics and labelled:
+        say(f"CAS: {len(labelled) + 1} trainings of {args.cas_model}, {args.cas_steps} steps; {out}/evaluation.md has the rest")
+        real = evaluation.cas(*evaluation.images()[:2])
+        for name in labelled:
+            files[name]["numbers"].update(cas=evaluation.cas(*samples[name]), cas_real=real)
+    print(f"\n{report(files, evaluation, out)}\n\n{out}/evaluation.json has the recipe of each number")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import math
 import os
 import pathlib
 import tempfile
+import warnings
+import zipfile
 
 import torch
 import torch.nn.functional as F
@@ -321,19 +323,30 @@ class UserError(Exception):
 
 def write_whole(path, data):
     """Writes bytes to a temporary file, syncs it and renames it: `path` is always the old file or the new one, whole."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    path, name = pathlib.Path(path), None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
-    except BaseException:
-        pathlib.Path(name).unlink(missing_ok=True)
+    except BaseException as error:
+        if name:
+            pathlib.Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None  # a full disk names no file, the rename the temporary one
         raise
+
+
+def check_zip(path):
+    """A damaged zip file is an error here; torch and numpy read the parts they want without a look at its checksums."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            if damaged := file.testzip():
+                raise zipfile.BadZipFile(damaged)
 
 
 def checksum(value):
@@ -342,6 +355,8 @@ def checksum(value):
 
     def add(v):
         if isinstance(v, torch.Tensor):
+            if v.numel() * v.element_size() > v.untyped_storage().nbytes():
+                raise ValueError("a tensor that claims more memory than it has")  # a stranger's file could fill the machine
             digest.update(f"{v.dtype} {tuple(v.shape)}".encode())
             digest.update(v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         elif isinstance(v, dict):
@@ -367,15 +382,20 @@ def save_checkpoint(path, checkpoint):
 
 
 def load_checkpoint(path, device="cpu"):
+    """The dict in a file. Ours carry a checksum; a bare state dict and the authors' files, which have "model", need none."""
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        check_zip(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old formats warn; an error is one line
+            checkpoint = torch.load(path, map_location=device, weights_only=True)
+        found = checkpoint.pop("checksum", None)
+        strange = "model" in checkpoint or all(isinstance(value, torch.Tensor) for value in checkpoint.values())
+        whole = bool(strange and found is None or found == checksum(checkpoint))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except Exception as error:  # a damaged or hostile file can fail in any way; none of them runs code
         raise UserError(f"{path}: not a readable checkpoint, perhaps cut off or damaged ({type(error).__name__}); delete it or get it again") from None
-    if not isinstance(checkpoint, dict) or not all(isinstance(key, str) for key in checkpoint):
-        raise UserError(f"{path}: holds no checkpoint but a {type(checkpoint).__name__}")
-    if "checksum" in checkpoint and checkpoint.pop("checksum") != checksum(checkpoint):
+    if not whole:
         raise UserError(f"{path}: its checksum does not match, the file is damaged; delete it or get it again")
     return checkpoint
 
@@ -396,13 +416,19 @@ def load_model(path, device="cpu", kind=None):
     else:
         try:
             about = {key: checkpoint[key] for key in ("kind", "network", "config", "settings", "step")}
-            net = NETWORKS[about["network"]](**about["config"])
-            net.load_state_dict(checkpoint["weights"])
-            if checkpoint["ema"]:
-                with torch.no_grad():
-                    torch._foreach_copy_(list(net.parameters()), checkpoint["ema"]["shadow"])
-        except (KeyError, TypeError, RuntimeError) as error:
-            raise UserError(f"{path}: not a checkpoint of this project ({str(error).splitlines()[0]})") from None
+            weights = dict(checkpoint["weights"])
+            if about["config"].get("blocks", 0) > len(weights):
+                raise ValueError("more blocks than weights")
+            with torch.device("meta"):  # takes no memory: the file's own tensors become the network's, if they fit
+                net = NETWORKS[about["network"]](**about["config"])
+            if checkpoint["ema"] is not None:
+                weights.update(zip((name for name, _ in net.named_parameters()), checkpoint["ema"]["shadow"], strict=True))
+            if any(weights[key].dtype != value.dtype for key, value in net.state_dict().items()):
+                raise TypeError("weights of another type")
+            net.load_state_dict(weights, assign=True)
+        except Exception as error:  # another version's, or a stranger's: it can fail in any way
+            words = " ".join(str(error).split())[:90]
+            raise UserError(f"{path}: not a checkpoint of this project ({type(error).__name__}: {words})") from None
     if kind and about["kind"] != kind:
         raise UserError(f"{path}: is a {about['kind']} checkpoint, a {kind} checkpoint is needed here")
     net.about = about
@@ -444,7 +470,7 @@ def _released(path, checkpoint):
             if mine.shape != value.shape or role(name) != role(key):
                 raise ValueError(f"{key} {tuple(value.shape)} does not fit {name} {tuple(mine.shape)}")
             mine.copy_(value)
-    except (KeyError, ValueError, IndexError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: neither our checkpoint nor one of the authors' ({error})") from None
+    except Exception as error:
+        raise UserError(f"{path}: neither our checkpoint nor one of the authors' ({' '.join(str(error).split())[:200]})") from None
     settings = dict(data=f"cifar{net.config.get('classes', 10)}", size=32, sigma_min=0.01, sigma_max=50.0)
     return net, dict(kind=kind, network=type(net).__name__, config=net.config, settings=settings, step=checkpoint.get("step"))

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import pathlib
+import re
 import shutil
 
 import numpy as np
@@ -19,9 +20,9 @@ import torch
 import torch.distributed as dist
 from PIL import Image, ImageDraw, ImageFont
 
-from models import UserError, checksum, fold_batchnorm, load_model, sigma_at, write_whole
-from train_classifier import likelihood_score
-from train_score import (CLASSES, Parser, Progress, caught_signals, lock, mix, network_call, number, process, read_npz, run, run_folder, say,
+from models import UserError, checksum, fold_batchnorm, sigma_at, write_whole
+from train_classifier import likelihood_score, load_image_model
+from train_score import (CLASSES, Parser, Progress, caught_signals, label, lock, mix, network_call, number, process, read_npz, run, run_folder, say,
                          set_up, shared_flags, spread)
 
 GUIDANCE = {  # the classifier it takes, its own α, re-normalised or not
@@ -278,12 +279,14 @@ def calibrated(folder, name, device):
     """α*(σ) of a classifier, as train_classifier.py --diagnose measured it: linear in log σ, never below 0."""
     path = folder / "diagnose.json"
     try:
-        rows = json.loads(path.read_text())[name]
-        table = np.array([[math.log(row["sigma"]), max(row["alpha"], 0.0)] for row in rows])
+        tables = json.loads(path.read_text())
+        if tables.pop("checksum") != checksum(tables):
+            raise ValueError
+        table = np.array([[math.log(row["sigma"]), max(row["alpha"], 0.0)] for row in tables[name]])
     except FileNotFoundError:
         raise UserError(f"--alpha auto: {path} is missing; python train_classifier.py --diagnose makes it") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"--alpha auto: {path} does not know {name}; python train_classifier.py --diagnose makes it anew") from None
+    except Exception:
+        raise UserError(f"--alpha auto: {path} is damaged or does not know {name}; python train_classifier.py --diagnose makes it anew") from None
 
     def alpha(sigma):
         return torch.as_tensor(np.interp(sigma.log().double().cpu().numpy(), *table.T), dtype=sigma.dtype, device=device)
@@ -291,34 +294,55 @@ def calibrated(folder, name, device):
     return alpha, checksum(table.tolist())[:16]
 
 
+def parse_recipe(path, text):
+    """The recipe in a sample file or beside its batches; an error that names the file where it is no such thing."""
+    try:
+        return dict(json.loads(str(text)))
+    except (ValueError, TypeError, RecursionError):
+        raise UserError(f"{path}: its recipe is not readable, the file is damaged; --restart draws the samples anew") from None
+
+
+def read_batch(path, labels, shape):
+    """The images of a batch on disk; None where it is missing, damaged or another batch, and has to be drawn."""
+    try:
+        found = read_npz(path)
+        images = found["images"]
+        whole = images.dtype == np.uint8 and images.shape == (len(labels), *shape[1:], shape[0]) and found["labels"].dtype == labels.dtype
+        return images if whole and np.array_equal(found["labels"], labels) else None
+    except (UserError, KeyError):
+        return None
+
+
 def sample(path, recipe, score_for, shape, device, restart, progress):
     """All batches of `recipe` that are not on disk yet, this process's share of them → images, labels."""
     shards, (rank, world) = path.with_suffix(".parts"), process()
     n, batch = recipe["n"], recipe["batch"]
     if rank == 0:
-        if restart:
-            shutil.rmtree(shards, ignore_errors=True)
         claim = shards / "recipe.json"
-        if claim.exists() and json.loads(claim.read_text()) != recipe:
+        if restart or not claim.exists():  # batches without their recipe could be anyone's
+            shutil.rmtree(shards, ignore_errors=True)
+        elif any(shards.glob("*.npz")) and parse_recipe(claim, claim.read_bytes().decode(errors="replace")) != recipe:
             raise UserError(f"{shards} holds batches of another recipe; --tag T keeps both, --restart starts over")
         write_whole(claim, json.dumps(recipe).encode())
     if world > 1:
         dist.barrier()
+    labels = np.resize(np.array(recipe["classes"], dtype=np.int64), n)
     firsts = range(0, n, batch)
     stop = []
     with caught_signals(stop):
         for b, first in enumerate(firsts):
             shard = shards / f"{b:06d}.npz"
-            if b % world == rank and not shard.exists():
-                count = min(batch, n - first)
-                y = torch.tensor([recipe["classes"][i % len(recipe["classes"])] for i in range(first, first + count)], device=device)
-                noise = image_noise(recipe["seed"], first, count, shape, device)
+            if b % world == rank and read_batch(shard, labels[first : first + batch], shape) is None:
+                y = torch.from_numpy(labels[first : first + batch]).to(device)
+                noise = image_noise(recipe["seed"], first, len(y), shape, device)
                 x = recipe["sigma_max"] * noise(None)
                 sigmas = sigma_grid(recipe["steps"], recipe["sigma_min"], recipe["sigma_max"], 7 if recipe["sampler"] == "heun" else None)
                 if recipe["sampler"] == "heun":
                     x = heun_sampler(score_for(y, b), x, sigmas, recipe["churn"], noise)
                 else:
                     x = pc_sampler(score_for(y, b), x, sigmas, recipe["snr"], recipe["corrector_steps"], recipe["per_sample"], noise)
+                if not x.isfinite().all():
+                    raise UserError(f"the images are not finite after step {recipe['steps'] - 1}, σ = {recipe['sigma_min']:.4g}; try a smaller --alpha or more --steps")
                 write_whole(shard, npz_bytes(images=to_uint8(x).permute(0, 2, 3, 1).numpy(), labels=y.cpu().numpy()))
             progress(min(first + batch, n))
             if stop:
@@ -326,8 +350,10 @@ def sample(path, recipe, score_for, shape, device, restart, progress):
                 raise SystemExit(128 + stop[0])
     if world > 1:
         dist.barrier()
-    parts = [read_npz(shards / f"{b:06d}.npz") for b in range(len(firsts))] if rank == 0 else []
-    return [np.concatenate([part[key] for part in parts]) if parts else None for key in ("images", "labels")]
+    parts = [read_batch(shards / f"{b:06d}.npz", labels[first : first + batch], shape) for b, first in enumerate(firsts)] if rank == 0 else []
+    if any(part is None for part in parts):
+        raise UserError(f"{shards}: a batch is gone or damaged; the same command draws it again")
+    return np.concatenate(parts) if parts else None, labels
 
 
 def make_parser():
@@ -338,7 +364,7 @@ def make_parser():
     parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
     parser.flag("--classifier", None, "classifier checkpoint, ours or the authors' (default: runs/RUN/classifier-LOSS.pt)")
     parser.flag("--out", None, "folder of the output (default: runs/RUN)", pathlib.Path)
-    parser.flag("--tag", None, "adds -TAG to the output's name, for variants")
+    parser.flag("--tag", None, "adds -TAG to the output's name, for variants", label)
     parser.flag("--n", None, "images in all, equally many a class (default: ten a class)", number(int, 1, 10**7))
     parser.flag("--classes", None, "only these classes, as 3,5 (default: all)", parse_classes)
     parser.flag("--batch", 100, "images a batch; part of the recipe", number(int, 1, 10**5))
@@ -357,6 +383,11 @@ def make_parser():
 
 def main():
     args = make_parser().parse_args()
+    for flag, sampler in (("churn", "heun"), ("snr", "pc"), ("corrector_steps", "pc"), ("per_sample", "pc")):
+        if args.sampler != sampler and getattr(args, flag) != make_parser().get_default(flag):
+            raise UserError(f"--{flag.replace('_', '-')} with --sampler {args.sampler}: has no effect there; leave it out, or choose --sampler {sampler}")
+    if args.alpha and args.guidance == "none":
+        raise UserError("--alpha with --guidance none: there is nothing to scale; leave one of them out")
     device = set_up(args)
     folder = run_folder(args)
     out = args.out or (pathlib.Path("runs") / folder.name)
@@ -366,7 +397,7 @@ def main():
         path = pathlib.Path(given or folder / default)
         if not path.exists():
             raise UserError(f"{path}: no such {kind}; {command} makes it, or --{kind} FILE names one")
-        return load_model(path, device, kind), path
+        return load_image_model(path, device, kind), path
 
     where = f"--data {args.data}{f' --size {args.size}' if args.size else ''}{f' --run {args.run}' if args.run else ''}"
     score_net, _ = model(args.score, "score.pt", "score", f"python train_score.py {where}")
@@ -380,7 +411,7 @@ def main():
         total = classifier.config["classes"]
         classes = classes if len(classes) == total else [str(i) for i in range(total)]
     chosen = args.classes or list(range(len(classes) if classes else 10))
-    if max(chosen) >= max(len(classes), 1) and loss or len(set(chosen)) < len(chosen):
+    if classes and max(chosen) >= len(classes) or len(set(chosen)) < len(chosen):
         raise UserError(f"--classes {','.join(map(str, chosen))}: must be different whole numbers from 0 to {len(classes) - 1}")
     n = args.n or 10 * len(chosen)
     if n % len(chosen):
@@ -389,7 +420,7 @@ def main():
     call = network_call(score_net, args.amp, args.compile, device)
     for alpha in args.alpha or [own_alpha]:
         name = f"samples-{args.guidance}" + (f"-a{alpha:g}" if alpha not in ("auto", own_alpha) else "-aauto" * (alpha == "auto")) + (f"-{args.tag}" if args.tag else "")
-        path = out / f"{name}.npz"
+        path, strip = out / f"{name}.npz", out / f"{name}-strip.png"
         recipe = dict(guidance=args.guidance, alpha=alpha, renormalize=renormalize, n=n, classes=chosen, seed=args.seed, batch=args.batch, sampler=args.sampler, steps=steps,
                       sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"], amp=args.amp, score=checksum(score_net.state_dict())[:16],
                       classifier=classifier and checksum(classifier.state_dict())[:16], data=settings["data"], size=shape[1])
@@ -399,44 +430,53 @@ def main():
             scale, recipe["alpha_sha"] = calibrated(folder, classifier_path.stem, device)
         guide = classifier and fold_batchnorm(classifier)
         if path.exists() and not args.restart:
-            made = json.loads(str(read_npz(path).get("recipe", "{}")))
+            found = read_npz(path)
+            made = parse_recipe(path, found.get("recipe", "{}"))
             different = [key for key in recipe if made.get(key) != recipe[key]]
             if different:
                 raise UserError(f"{path} was made with {different[0]} = {made.get(different[0])}, not {recipe[different[0]]}; --tag T keeps both, --restart starts over")
+            if found.get("images", np.empty(0)).shape != (n, *shape[1:], shape[0]):
+                raise UserError(f"{path}: does not hold the {n} images of its recipe, the file is damaged; --restart draws them anew")
+            if process()[0] == 0 and path.with_suffix(".parts").exists():  # it was stopped before it could clear away
+                with lock(path):
+                    shutil.rmtree(path.with_suffix(".parts"), ignore_errors=True)
             say(f"{path}: finished already ({n} images); --restart starts over")
             continue
-        frames, counts, levels = [], dict(evaluations=0), sigma_grid(12, settings["sigma_min"], settings["sigma_max"], 7)[:-1]
+        frames, counts, levels = [], dict(evaluations=0, batches=0), sigma_grid(12, settings["sigma_min"], settings["sigma_max"], 7)[:-1]
 
         def score_for(y, b):
+            counts["batches"] += 1
             score = counted(posterior_score(call, guide, y, scale, renormalize), counts)
             return watched(score, frames, levels, len(chosen)) if args.watch and b == 0 else score
 
         with lock(path) if process()[0] == 0 else contextlib.nullcontext():
+            if args.watch and process()[0] == 0 and not strip.exists():  # it is made as batch 0 is drawn
+                (path.with_suffix(".parts") / "000000.npz").unlink(missing_ok=True)
             images, labels = sample(path, recipe, score_for, shape, device, args.restart, Progress(n, 0, f"{name}: image"))
             if process()[0]:
                 continue
-            finish(path, images, labels, recipe, [classes[c] for c in chosen] if classes else None, args.png)
             if frames:
-                save_grid(path.with_name(name + "-strip.png"), [[to_uint8(f[i]) for f in frames] for i in range(len(frames[0]))], [classes[c] for c in chosen][: len(frames[0])] if classes else None)
-        each = counts["evaluations"] // max(1, -(-n // args.batch))
-        say(f"{path}: {n} images, {each} score{' and classifier' * bool(loss)} evaluations an image")
+                save_grid(strip, [[to_uint8(f[i]) for f in frames] for i in range(len(frames[0]))], [classes[c] for c in chosen][: len(frames[0])] if classes else None)
+            finish(path, images, labels, recipe, [classes[c] for c in chosen] if classes else None, args.png)
+        each = counts["evaluations"] // max(1, counts["batches"])
+        say(f"{path}: {n} images" + f", {each} score{' and classifier' * bool(loss)} evaluations an image" * (each > 0))
 
 
 def finish(path, images, labels, recipe, names, png):
-    """The sample file, its picture grid, single pictures where asked for; then the batches go."""
+    """The picture grid, single pictures where asked for, then the sample file: where it is, all is there. Then the batches go."""
     arrays = dict(images=images, recipe=np.array(json.dumps(recipe)))
     if recipe["guidance"] != "none":
         arrays["labels"] = labels
-    write_whole(path, npz_bytes(**arrays))
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
     save_grid(path.with_suffix(".png"), [pixels[labels == c][:16] for c in recipe["classes"]], names if recipe["guidance"] != "none" else None)
-    shutil.rmtree(path.with_suffix(".parts"), ignore_errors=True)
     if png:
-        for i, (image, label) in enumerate(zip(images, labels)):
-            name = names[recipe["classes"].index(label)] if names else str(label)
-            file = path.with_suffix("") / name / f"{i:06d}.png"
+        for i, (image, y) in enumerate(zip(images, labels)):
+            name = names[recipe["classes"].index(y)] if names else str(y)
+            file = path.with_suffix("") / re.sub(r"[/\\]|^\.+", "_", name) / f"{i:06d}.png"  # names come from a file, perhaps a stranger's
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image.squeeze()).save(file)
+    write_whole(path, npz_bytes(**arrays))
+    shutil.rmtree(path.with_suffix(".parts"), ignore_errors=True)
 
 
 if __name__ == "__main__":

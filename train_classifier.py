@@ -8,13 +8,14 @@ Reads runs/RUN/score.pt, writes runs/RUN/classifier-LOSS.pt with its log and its
 runs/RUN/diagnose.json (with the best guidance scale at each noise level, for sample.py --alpha auto) and diagnose.png.
 """
 import json
+import math
 import pathlib
 
 import torch
 import torch.nn.functional as F
 
-from models import NoisyResNet, UserError, checksum, load_model, sigma_at, write_whole
-from train_score import (Parser, fit, from_preset, image_draw, load_images, mix, network_call, number, run, run_folder, say, set_up,
+from models import NCSNpp, NoisyResNet, UserError, checksum, load_model, sigma_at, write_whole
+from train_score import (Parser, fit, from_preset, image_draw, load_images, lock, mix, network_call, number, process, run, run_folder, say, set_up,
                          shared_flags, spread)
 
 PRESETS = {
@@ -100,6 +101,16 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
     return table
 
 
+def load_image_model(path, device, kind):
+    """load_model for the networks of images, with settings that name their noise levels."""
+    net = load_model(path, device, kind)
+    settings = net.about["settings"] if isinstance(net.about["settings"], dict) else {}
+    low, high = (settings.get(key) for key in ("sigma_min", "sigma_max"))
+    if not isinstance(net, NCSNpp if kind == "score" else NoisyResNet) or not (isinstance(low, float) and isinstance(high, float) and 0 < low < high < math.inf):
+        raise UserError(f"{path}: is a {kind} checkpoint of {type(net).__name__}, but not one for images")
+    return net
+
+
 def diagnose_run(folder, score_net, images, labels, device):
     """The diagnosis of every classifier of a run: a table on stdout, diagnose.json, diagnose.png."""
     from sample import chart
@@ -110,14 +121,14 @@ def diagnose_run(folder, score_net, images, labels, device):
     tables = {}
     for file in files:
         say(f"{file} ...")
-        classifier = load_model(file, device, "classifier")
+        classifier = load_image_model(file, device, "classifier")
         tables[file.stem] = diagnose(classifier, score_net, images, labels, settings["sigma_min"], settings["sigma_max"], device=device)
     print(f"\n{len(images)} held-out images a noise level; ± is the standard error\n")
     print("| σ | " + " | ".join(f"{name.removeprefix('classifier-')}: accuracy, CE, gain, α*" for name in tables) + " |\n" + "| --- " * (len(tables) + 1) + "|")
     for rows in zip(*tables.values()):
         cells = (f"{r['accuracy']:.3f}, {r['ce']:.3f}, {r['gain']:.3f} ± {r['gain_se']:.3f}, {r['alpha']:.2f} ± {r['alpha_se']:.2f}" for r in rows)
         print(f"| {rows[0]['sigma']:.3g} | " + " | ".join(cells) + " |")
-    write_whole(folder / "diagnose.json", json.dumps(tables, indent=1).encode())
+    write_whole(folder / "diagnose.json", json.dumps({**tables, "checksum": checksum(tables)}, indent=1).encode())
     titles = dict(accuracy="Accuracy", ce="Cross-entropy", gain="Gain of the likelihood score (larger is better)", alpha="Best guidance scale (1 is right)")
     chart(folder / "diagnose.png", [
         dict(title=title, x="noise level sigma", y=key, log_x=True, lines=[
@@ -147,13 +158,16 @@ def main():
     args = make_parser().parse_args()
     if args.compile and args.loss != "ce":
         raise UserError(f"--compile with --loss {args.loss}: torch.compile has no double backward, which DLSM' needs; leave it out")
+    for flag, losses in (("lam", ["total"]), ("power", ["dlsm", "total"])):
+        if getattr(args, flag) is not None and args.loss not in losses:
+            raise UserError(f"--{flag} with --loss {args.loss}: has no effect there; leave it out, or choose --loss {losses[-1]}")
     device = set_up(args)
     preset = from_preset(args, PRESETS)
     folder = run_folder(args)
     score_path = pathlib.Path(args.score or folder / "score.pt")
     if not score_path.exists():
         raise UserError(f"{score_path}: no score model; python train_score.py --data {args.data} makes one, or --score FILE names one")
-    score_net = load_model(score_path, device, "score")
+    score_net = load_image_model(score_path, device, "score")
     about = score_net.about["settings"]
     images, labels, names = load_images(args.data, "train", args.size, args.root)
     held_images, held_labels, _ = load_images(args.data, "test", args.size, args.root)
@@ -162,7 +176,10 @@ def main():
         raise UserError(f"{score_path} is for {shape[0]}×{shape[1]}×{shape[1]} images, --data {args.data} has {tuple(images.shape[1:])}; see --size")
     score_call = network_call(score_net, args.amp, False, device)
     if args.diagnose:
-        return diagnose_run(folder, score_net, held_images[: args.diagnose_n], held_labels[: args.diagnose_n], device)
+        if process()[0] == 0:
+            with lock(folder / "diagnose.json"):
+                diagnose_run(folder, score_net, held_images[: args.diagnose_n], held_labels[: args.diagnose_n], device)
+        return
     if args.preset == "paper" and args.depth is None and len(names) == 100:
         preset["depth"] = 34
     torch.manual_seed(mix(args.seed, "weights"))
@@ -183,7 +200,7 @@ def main():
 
     def inspect(step, ema):
         net.eval()
-        few = args.diagnose_n // 8
+        few = max(args.diagnose_n // 8, 2)  # a standard error needs two
         table = diagnose(net, score_call, held_images[:few], held_labels[:few], about["sigma_min"], about["sigma_max"], device=device)
         say(f"\nstep {step}, held out: accuracy and gain at σ = " + ", ".join(f"{r['sigma']:.2g}: {r['accuracy']:.2f} {r['gain']:.2f}" for r in table[1::2]))
         return dict(diagnosis=table)

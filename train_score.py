@@ -11,14 +11,17 @@ This file also holds what the later stages share: image data, the training loop 
 """
 import argparse
 import contextlib
+import datetime
 import fcntl
 import functools
+import glob
 import hashlib
 import json
 import math
 import os
 import pathlib
 import platform
+import re
 import signal
 import sys
 import time
@@ -29,7 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 
-from models import EMA, NCSNpp, UserError, checksum, header, load_checkpoint, save_checkpoint, sigma_at, write_whole
+from models import EMA, NCSNpp, UserError, check_zip, checksum, header, load_checkpoint, save_checkpoint, sigma_at, write_whole
 
 PRESETS = {
     # What the authors ran: NCSN++ deep, continuous (Song et al. 2021), 107.6 M parameters.
@@ -81,27 +84,34 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
     rank, world = process()
     average = EMA(net, ema) if ema else None
     optimizer = torch.optim.Adam(net.parameters(), lr=lr, fused=True)
-    log_path, start, losses, stop = path.with_suffix(".jsonl"), 0, [], []
+    start, losses, log, stop = 0, [], [], []
     with lock(path) if rank == 0 else contextlib.nullcontext():
         if path.exists() and not restart:
-            start = resume(path, kind, net, settings, optimizer, average, device)
+            start, log = resume(path, kind, net, settings, optimizer, average, device)
             if start >= steps:
                 quiet or say(f"{path}: finished already ({start} steps); --restart starts over")
                 return average
             quiet or say(f"{path}: continuing at step {start} of {steps}")
-        log = [] if start == 0 or not log_path.exists() else [r for r in map(json.loads, open(log_path)) if r["step"] <= start]
         progress = Progress(steps, start, "step", quiet)
 
         def save(step):
+            """Log and curve first: where the checkpoint says that the run is, they are complete."""
             if rank == 0:
-                state = None if average is None else dict(shadow=average.shadow, updates=average.updates)
-                save_checkpoint(path, dict(**header(net, kind), settings={**settings, "steps": steps}, step=step,
-                                           weights=net.state_dict(), ema=state, optimizer=optimizer.state_dict()))
-                write_whole(log_path, "".join(json.dumps(record) + "\n" for record in log).encode())
-                if not quiet:
+                write_whole(path.with_suffix(".jsonl"), "".join(json.dumps(record) + "\n" for record in log).encode())
+                curve = [(r["step"], r["loss"]) for r in log if "loss" in r]
+                if curve and not quiet:
                     from sample import chart
-                    curve = [(r["step"], r["loss"]) for r in log if "loss" in r]
-                    chart(path.with_suffix(".png"), [dict(title=path.name, x="step", y="loss", log_y=True, lines=[("", *zip(*curve))])] if curve else [])
+                    chart(path.with_suffix(".png"), [dict(title=path.name, x="step", y="loss", log_y=True, lines=[("", *zip(*curve))])])
+                state = None if average is None else dict(shadow=average.shadow, updates=average.updates)
+                save_checkpoint(path, dict(**header(net, kind), settings={**settings, "steps": steps}, step=step, log=json.dumps(log),
+                                           weights=net.state_dict(), ema=state, optimizer=optimizer.state_dict()))
+
+        def broken(what, step, share):
+            """The error for numbers that went wrong; σ is that of the first sample of `share` whose own loss is not finite."""
+            pairs = ([v[[i, i]] for v in share] for i in range(len(share[0])))  # twice: BatchNorm refuses a single value
+            culprit = next((pair[1][0].item() for pair in pairs if not math.isfinite(loss(*pair).item())), share[1].min().item())
+            kept = f"{path} keeps step {start}" if path.exists() and not restart else "nothing was saved"
+            return UserError(f"{what} not finite at step {step}, σ = {culprit:.3g}; {kept}; try a smaller --lr")
 
         with caught_signals(stop):
             for step in range(start, steps):
@@ -110,6 +120,8 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
                     group["lr"] = rate
                 torch.manual_seed(mix(seed, step, rank))  # dropout
                 whole = draw(torch.Generator().manual_seed(mix(seed, step)), step)
+                if len(whole[0]) < world:
+                    raise UserError(f"--batch {len(whole[0])}: fewer than the {world} processes that share it")
                 share = [v.tensor_split(world)[rank].to(device, non_blocking=True) for v in whole]
                 net.train()
                 value = loss(*share) * (len(share[0]) / len(whole[0]))
@@ -119,10 +131,7 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
                 norm = torch.nn.utils.clip_grad_norm_(net.parameters(), clip or math.inf)
                 losses.append(float(value))
                 if not math.isfinite(losses[-1]) or not math.isfinite(norm):
-                    ones = ([v[i : i + 1] for v in share] for i in range(len(share[0])))
-                    culprit = next((one[1].item() for one in ones if not math.isfinite(loss(*one).item())), share[1].min().item())
-                    kept = f"{path} keeps step {start}" if path.exists() and not restart else "nothing was saved"
-                    raise UserError(f"the loss or its gradient is not finite at step {step}, σ = {culprit:.3g}; {kept}; try a smaller --lr")
+                    raise broken("the loss or its gradient is", step, share)
                 optimizer.step()
                 if average:
                     average.update()
@@ -135,6 +144,8 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
                 if inspect and rank == 0 and (every and done % every == 0 or done == steps):
                     log.append(dict(step=done, **(inspect(done, average) or {})))
                 if done % save_every == 0 or done == steps or stopping:
+                    if not all(v.isfinite().all() for v in net.state_dict().values()):
+                        raise broken("the weights are", step, share)
                     save(done)
                     start, restart = done, False
                 if stopping and done < steps:
@@ -144,20 +155,29 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
 
 
 def resume(path, kind, net, settings, optimizer, average, device):
-    """Fills network, optimizer and EMA from a checkpoint → its step; an error if it was made with other settings."""
-    checkpoint = load_checkpoint(path, device)
-    if checkpoint.get("kind") != kind:
-        raise UserError(f"{path}: holds no {kind} of ours ({checkpoint.get('kind', 'unknown')}); --tag T writes elsewhere, --restart overwrites it")
-    old, new = ({**s, **s.get("config", {})} for s in (checkpoint["settings"], settings))
+    """Fills network, optimizer and EMA from a checkpoint → its step and log; an error if it was made with other settings."""
+    checkpoint, parameters = load_checkpoint(path, device), list(net.parameters())
+    cure = "--tag T writes elsewhere, --restart overwrites it"
+    if checkpoint.get("kind") != kind or not isinstance(checkpoint.get("settings"), dict):
+        raise UserError(f"{path}: holds no {kind} of ours; {cure}")
+    old, new = ({**s, **(s.get("config") or {})} for s in (checkpoint["settings"], settings))
     for key, value in new.items():
         if old.get(key) != value and key != "config":
             raise UserError(f"{path} was made with {key} = {old.get(key)}, not {value}; --tag T keeps both, --restart starts over")
-    net.load_state_dict(checkpoint["weights"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    if average:
-        torch._foreach_copy_(average.shadow, checkpoint["ema"]["shadow"])
-        average.updates = checkpoint["ema"]["updates"]
-    return checkpoint["step"]
+    try:
+        net.load_state_dict(checkpoint["weights"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        if average:
+            for mine, value in zip(average.shadow, checkpoint["ema"]["shadow"], strict=True):
+                mine.copy_(value.view_as(mine))
+            average.updates = int(checkpoint["ema"]["updates"])
+        fits = all(optimizer.state[p][key].shape == p.shape for p in parameters for key in ("exp_avg", "exp_avg_sq"))
+        step, log = int(checkpoint["step"]), json.loads(checkpoint.get("log", "[]"))
+    except Exception as error:  # another version's, or a stranger's: it can fail in any way
+        raise UserError(f"{path}: holds no {kind} that fits this network ({type(error).__name__}); {cure}") from None
+    if not fits or step < 1:
+        raise UserError(f"{path}: its optimizer does not fit this network; {cure}")
+    return step, log
 
 
 # ---------------------------------------------------------------------------- data
@@ -190,11 +210,13 @@ def load_images(data, split="train", size=None, root="data"):
     else:
         raise UserError(f"--data {data}: neither a named set ({', '.join([*NAMED, 'shapes'])}) nor an .npz or a folder that is there")
     own_test = "test_images" in found
-    images, labels = check_images(path, found, "test_" if split == "test" and own_test else "")
-    classes = len(names) if names else int(np.max(found["labels"])) + 1
-    counts = torch.bincount(labels, minlength=classes)
-    if len(counts) > classes or not counts.all():
-        raise UserError(f"{path}: labels must be 0 to {classes - 1}, each class with at least one image; the counts are {counts.tolist()[:20]}")
+    images, labels = check_images(path, found)
+    classes = len(names) if names else int(labels.max()) + 1
+    if split == "test" and own_test:
+        images, labels = check_images(path, found, "test_")
+    present = labels.unique()
+    if not torch.equal(present, torch.arange(min(classes, len(labels) + 1))):
+        raise UserError(f"{path}: labels must be 0 to {classes - 1}, each class with at least one image; found are {present.tolist()[:20]}")
     if not own_test:
         held = torch.zeros(len(images), dtype=torch.bool)
         held[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: max(1, len(images) // 10)]] = True
@@ -209,11 +231,11 @@ def check_images(path, found, prefix=""):
         if key not in found:
             raise UserError(f"{path}: has no '{key}' but {sorted(found)}; expected images (N, H, W, C) uint8 and labels (N,)")
     images, labels = np.asarray(found[prefix + "images"]), np.asarray(found[prefix + "labels"])
-    if images.ndim != 4 or images.shape[3] not in (1, 3) or not len(images):
+    if images.ndim != 4 or images.shape[3] not in (1, 3) or not images.size:
         raise UserError(f"{path}: images have shape {images.shape}; expected (N, H, W, C) with C 3 or 1")
     if images.dtype != np.uint8:
         raise UserError(f"{path}: images are {images.dtype}; expected uint8, 0 to 255 (from [0, 1]: (255 * images).round().astype('uint8'))")
-    if labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0:
+    if labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= 2**31:
         raise UserError(f"{path}: labels are {labels.dtype} {labels.shape} for {len(images)} images; expected whole numbers from 0, one an image")
     return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))), torch.from_numpy(labels.astype(np.int64))
 
@@ -236,7 +258,8 @@ def resized(images, size):
 
 def read_npz(path):
     try:
-        with np.load(path, allow_pickle=False) as file:
+        check_zip(path)
+        with np.load(path) as file:
             return {key: file[key] for key in file.files}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
@@ -256,7 +279,7 @@ def read_folder(folder, size):
             try:
                 picture = Image.open(file)
                 picture = picture.convert("L" if picture.mode in ("1", "L", "I;16") else "RGB")
-            except OSError:
+            except Exception:  # a damaged one can fail in any way
                 raise UserError(f"{file}: not a readable picture; delete it or replace it") from None
             if size:
                 side = min(picture.size)
@@ -401,12 +424,17 @@ def lock(path):
     with open(path.parent / f".{path.name}.lock", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             raise UserError(f"{path}: {file.read().strip() or 'another process'} is writing it; wait, or choose another --tag") from None
+        except OSError:  # a file system that has no locks
+            pass
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
+        for end in (path.suffix, ".jsonl", ".png", "-samples.png", "-strip.png"):  # what a kill in write_whole left: nobody else writes these
+            for stale in path.parent.glob(f".{glob.escape(path.stem + end)}-????????"):
+                stale.unlink(missing_ok=True)
         yield
 
 
@@ -446,14 +474,32 @@ def number(kind, low, high=math.inf):
     def parse(text):
         try:
             value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or not math.isfinite(value):
+            good = low <= value <= high and math.isfinite(value)
+        except (ValueError, OverflowError):
+            good = False
+        if not good:
             top = f" to {high:g}" if high < math.inf else " or more"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number of {low:g}{top}")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {'whole ' * (kind is int)}number of {low:g}{top}")
         return value
 
     parse.kind, parse.low, parse.high = kind, low, high
+    return parse
+
+
+def label(text):
+    """An argparse type: part of a file's name."""
+    if not re.fullmatch(r"[\w.,+=@-]{1,100}", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not made of up to 100 letters, digits and .,+=@-_")
+    return text
+
+
+def filled(kind):
+    """An argparse type: a text or path that is not empty, as an unset variable in a shell script would make it."""
+    def parse(text):
+        if not text.strip():
+            raise argparse.ArgumentTypeError("is empty")
+        return kind(text)
+
     return parse
 
 
@@ -465,7 +511,7 @@ class Parser(argparse.ArgumentParser):
 
     def flag(self, name, default, help, type=str, **more):
         shown = "" if default in (None, False) else f" (default: {default})"
-        action = dict(action="store_true") if default is False else dict(type=type, default=default)
+        action = dict(action="store_true") if default is False else dict(type=filled(type) if type in (str, pathlib.Path) else type, default=default)
         self.add_argument(name, help=help + shown, **{**action, **more})
 
     def error(self, message):
@@ -473,17 +519,22 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main):
-    """Calls main(); bad input, a full disk or Ctrl-C end in one line on stderr."""
-    name = pathlib.Path(sys.argv[0]).name
+    """Calls main(); bad input, a full disk, SIGTERM or Ctrl-C end in one line on stderr."""
+    name, kept = pathlib.Path(sys.argv[0]).name, "finished work is kept, the same command continues"
+
+    def terminate(number, frame):
+        raise KeyboardInterrupt(number)
+
+    signal.signal(signal.SIGTERM, terminate)
     try:
         main()
     except UserError as error:
         sys.exit(print(f"{name}: {error}", file=sys.stderr) or 2)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        sys.exit(print(f"{name}: {where}{error.strerror or error}; finished work is kept, the same command continues", file=sys.stderr) or 2)
-    except KeyboardInterrupt:
-        sys.exit(print(f"{name}: interrupted; finished work is kept, the same command continues", file=sys.stderr) or 130)
+        sys.exit(print(f"{name}: {where}{error.strerror or error}; {kept}", file=sys.stderr) or 2)
+    except KeyboardInterrupt as error:
+        sys.exit(print(f"{name}: interrupted; {kept}", file=sys.stderr) or 128 + (error.args or [signal.SIGINT])[0])
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -503,7 +554,7 @@ def shared_flags(parser, presets):
         parser.flag("--batch", None, "images a step, over all processes (default: the preset's)", number(int, 1, 10**6))
         parser.flag("--lr", None, "Adam's learning rate (default: the preset's)", number(float, 1e-12, 1e3))
         parser.flag("--width", None, "channels of the first level (default: the preset's)", number(int, 4, 4096))
-        parser.flag("--tag", None, "adds -TAG to the output's name, for variants")
+        parser.flag("--tag", None, "adds -TAG to the output's name, for variants", label)
         parser.flag("--save-every", 1000, "steps between checkpoints", number(int, 1, 10**9))
         parser.flag("--amp", False, "the score network in bfloat16")
 
@@ -523,18 +574,18 @@ def set_up(args):
     choice = args.device
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        if choice == "cuda":
-            choice = f"cuda:{os.environ['LOCAL_RANK']}"
-        dist.init_process_group("nccl" if choice.startswith("cuda") else "gloo")
+    if choice == "cuda" and "LOCAL_RANK" in os.environ:
+        choice = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(choice)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {args.device}: not on this machine ({str(error).splitlines()[0]}); --device cpu always works") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():  # torchrun ends all when one dies; who waits for a slow one may wait long
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
     return device
 
 
