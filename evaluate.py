@@ -97,14 +97,14 @@ def squared_distances(a, b, center, dtype):
     The error of a pair is below the sum of its row's bound and its column's, √d ε ‖·‖²: several times the largest one seen.
     """
     a, b = ((v - center.to(torch.promote_types(v.dtype, dtype))).to(dtype) for v in (a, b))
-    a2, b2 = a.square().sum(1), b.square().sum(1)
+    a2, b2 = (torch.linalg.vector_norm(v, dim=1).square() for v in (a, b))
     epsilon = max(a.shape[1], 16) ** 0.5 * torch.finfo(dtype).eps
     return torch.addmm(b2, a, b.T, alpha=-2).add_(a2[:, None]), epsilon * a2, epsilon * b2
 
 
 def pair_distances(a, b, i, j):
     """‖a_i − b_j‖² of some pairs, from differences in float64."""
-    parts = [(a[u].double() - b[v].double()).square().sum(1) for u, v in zip(i.split(1024), j.split(1024))]
+    parts = [(a[u].double() - b[v].double()).square().sum(1) for u, v in zip(i.split(256), j.split(256))]
     return torch.cat(parts) if parts else i.double()
 
 
@@ -401,10 +401,10 @@ class Evaluation:
                 raise UserError(f"{where}: the images hold NaN or infinite values; the sampler failed, draw them again")
             cure = "x.clip(0, 255)" if low < -1 or high > 1 else "(127.5 * (x + 1))" if low < 0 else "(255 * x)"
             raise UserError(f"{where}: images are {images.dtype}, {low:.3g} to {high:.3g}; save {cure}.round().astype('uint8')")
-        values = np.unique(images[:1000]).tolist()
-        if values and max(values) <= 1 or values == [0, 1, 255]:
+        values = np.unique(images.reshape(-1)[: 10**6]).tolist() if images.dtype == np.uint8 else []
+        if values in ([0], [1], [0, 1], [0, 1, 255]):
             raise UserError(f"{where}: the only pixel values are {values}, as of floats cast to uint8; scale to 0 to 255 first")
-        labels = np.zeros(len(images), int) if unlabelled else torch.as_tensor(labels).cpu().numpy()
+        labels = np.zeros(images.shape[:1], int) if unlabelled else labels.cpu() if isinstance(labels, torch.Tensor) else labels
         images, labels = check_images(where, dict(images=images, labels=labels))
         least = max(2, 10 * ("is" in self.metrics), (args.k + 1) * ("prdc" in self.metrics))
         if len(images) < least:
@@ -540,7 +540,7 @@ def report(files, evaluation, out):
     if evaluation.spared:
         notes.append("CAS was left out, as there is no GPU; --metrics all includes it")
     for name, file in files.items():
-        data = file["recipe"].get("data", args.data)
+        data = str(file["recipe"].get("data", args.data))
         if pathlib.Path(data).name != pathlib.Path(args.data).name:
             notes.append(f"Warning: {name} was drawn for {data}, not for --data {args.data}")
     whole = dict(data=args.data, size=args.size, features=about, notes=notes, files=files)
@@ -557,7 +557,7 @@ def report(files, evaluation, out):
         keys = (key for key in ROWS if key not in ("is_splits", "cas_real", "accuracy"))
         columns[f"{name} (paper)"] = {key: dict(value=value) for key, value in zip(keys, values)}
     what = f"resize {args.resize}" if fid == "FID" else f"test accuracy {about.get('test_accuracy', 0):.4f}"
-    title = f"{args.data}, {args.features} features (sha256 {about.get('sha256', 'none')[:8]}, {what}), k = {args.k}"
+    title = f"{args.data}, {args.features} features (sha256 {about['sha256'][:8]}, {what}), k = {args.k}" if about else args.data
     text = "\n\n".join([title, markdown(columns, fid), *notes])
     write_whole(out / "evaluation.md", f"{text}\n".encode())
     return text

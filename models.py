@@ -417,15 +417,15 @@ def load_model(path, device="cpu", kind=None):
         try:
             about = {key: checkpoint[key] for key in ("kind", "network", "config", "settings", "step")}
             weights = dict(checkpoint["weights"])
-            if about["config"].get("blocks", 0) > len(weights):
-                raise ValueError("more blocks than weights")
-            with torch.device("meta"):  # takes no memory: the file's own tensors become the network's, if they fit
-                net = NETWORKS[about["network"]](**about["config"])
+            limit = max([len(weights)] + [size for value in weights.values() for size in value.shape])
+            if any(not 0 < value <= limit for key, value in about["config"].items() if type(value) is int and key != "image_size"):
+                raise ValueError("a network larger than its weights")  # a stranger's file could fill the machine
+            net = NETWORKS[about["network"]](**about["config"])
             if checkpoint["ema"] is not None:
                 weights.update(zip((name for name, _ in net.named_parameters()), checkpoint["ema"]["shadow"], strict=True))
             if any(weights[key].dtype != value.dtype for key, value in net.state_dict().items()):
                 raise TypeError("weights of another type")
-            net.load_state_dict(weights, assign=True)
+            net.load_state_dict(weights)
         except Exception as error:  # another version's, or a stranger's: it can fail in any way
             words = " ".join(str(error).split())[:90]
             raise UserError(f"{path}: not a checkpoint of this project ({type(error).__name__}: {words})") from None

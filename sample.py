@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from models import UserError, checksum, fold_batchnorm, sigma_at, write_whole
 from train_classifier import likelihood_score, load_image_model
-from train_score import (CLASSES, Parser, Progress, caught_signals, label, lock, mix, network_call, number, process, read_npz, run, run_folder, say,
+from train_score import (CLASSES, Parser, Progress, caught_signals, label, lock, mix, network_call, number, peers, process, read_npz, run, run_folder, say,
                          set_up, shared_flags, spread)
 
 GUIDANCE = {  # the classifier it takes, its own α, re-normalised or not
@@ -325,7 +325,8 @@ def sample(path, recipe, score_for, shape, device, restart, progress):
             raise UserError(f"{shards} holds batches of another recipe; --tag T keeps both, --restart starts over")
         write_whole(claim, json.dumps(recipe).encode())
     if world > 1:
-        dist.barrier()
+        with peers():
+            dist.barrier()
     labels = np.resize(np.array(recipe["classes"], dtype=np.int64), n)
     firsts = range(0, n, batch)
     stop = []
@@ -349,7 +350,8 @@ def sample(path, recipe, score_for, shape, device, restart, progress):
                 say(f"\n{path}: stopped, {len(list(shards.glob('*.npz')))} of {len(firsts)} batches are done; the same command continues")
                 raise SystemExit(128 + stop[0])
     if world > 1:
-        dist.barrier()
+        with peers():
+            dist.barrier()
     parts = [read_batch(shards / f"{b:06d}.npz", labels[first : first + batch], shape) for b, first in enumerate(firsts)] if rank == 0 else []
     if any(part is None for part in parts):
         raise UserError(f"{shards}: a batch is gone or damaged; the same command draws it again")

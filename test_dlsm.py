@@ -293,9 +293,9 @@ def test_a_broken_score_stops_with_step_and_sigma(value, word):
     def score(x, sigma):
         return torch.full_like(x, value if sigma[0] < 0.5 else 1.0)
 
-    for run in (lambda: pc_sampler(score, torch.ones(3, 2), [1.0, 0.3, 0.1]), lambda: heun_sampler(score, torch.ones(3, 2), [1.0, 0.9, 0.3, 0.1])):
+    for sampler, sigmas in ((pc_sampler, [1.0, 0.3, 0.1]), (heun_sampler, [1.0, 0.9, 0.3, 0.1])):
         with pytest.raises(UserError, match=rf"{word} at step 1, σ = 0.3"):
-            run()
+            sampler(score, torch.ones(3, 2), sigmas)
 
 
 # ---------------------------------------------------------------------------- networks and their files
@@ -318,7 +318,7 @@ def test_ema_warms_up_and_applies():
 
 
 def test_late_join_has_a_likelihood_score_without_sigma_and_early_has_not():
-    x, y = 20 * torch.randn(64, 2), torch.zeros(64, dtype=torch.long)
+    x = 20 * torch.randn(64, 2)
     for join, same in (("late", True), ("early", False)):
         net = ToyNet(2, join=join)
         logit = [torch.autograd.grad(net(v := x.clone().requires_grad_(), torch.full((64,), s))[:, 0].sum(), v)[0] for s in (0.1, 9.0)]

@@ -6,8 +6,8 @@
 Reads nothing. Prints the tables, the paper's values beside ours, and writes to runs/moons/: table.json, figure1.png, figure5.png,
 figureA1.png, and a checkpoint and a log for each network. The same command again continues where it stopped.
 
-Losses, samplers and metrics are those of the images. The study is made with two networks: "late" is the paper's, in which σ meets x in
-the last layer, so that the gradient of its logits cannot depend on σ; "early" sees both from the first layer.
+Losses, samplers and metrics are those of the images. Two networks are compared: "late" is the paper's, in which σ meets x in the
+last layer, so that the gradient of its logits cannot depend on σ; "early" sees both from the first layer.
 """
 import contextlib
 import json
@@ -21,7 +21,6 @@ import sys
 import time
 
 import numpy as np
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
@@ -34,14 +33,16 @@ from train_score import Parser, Progress, draw_noise, dsm_loss, fit, from_preset
 
 PRESETS = {
     # Ours: x / 10 and log σ as inputs and a cosine decay reach the paper's errors with a twentieth of its sample visits.
-    "fast": dict(joins=("late", "early"), scaled=True, steps=8_000, batch=1_000, lr=3e-3, lr_classifier=1e-2, cosine=True),
+    "fast": dict(joins=("late", "early"), scaled=True, steps=8_000, batch=1_000, lr=3e-3, lr_classifier=1e-2, cosine=True,
+                 samples=10_000),
     # The paper's (Appendix A.6.2). The released code has 1e-5 for the classifier.
-    "paper": dict(joins=("late",), scaled=False, steps=40_000, batch=4_000, lr=6.5e-4, lr_classifier=2e-5, cosine=False),
+    "paper": dict(joins=("late",), scaled=False, steps=40_000, batch=4_000, lr=6.5e-4, lr_classifier=2e-5, cosine=False,
+                  samples=10_000),
 }
 SIGMA_MIN, SIGMA_MAX = 0.01, 10.0  # of the training (A.6.2)
 SIGMA = 7.5  # of the tables; not in the paper, read off its code
 POWER, LAMBDA = 4, 0.125  # the losses' weight σ⁴ (the paper prints 1/σ⁴, its code multiplies), and λ of L_Total (A.6.2)
-SAMPLES, NEIGHBOURS = 10_000, 5  # a class; k of precision and recall (the released code)
+NEIGHBOURS = 5  # k of precision and recall (the released code), with 10,000 samples and as many perturbed points a class
 PC_STEPS = 100  # from N(0, 10²) at σ = 10 to 7.5: Langevin steps enough to forget that start, which is not the moons' law
 METHODS = {  # key: name, loss of the classifier, α, whether re-normalised (Eq. A2)
     "a": ("(a) Base", "ce", 1, False),
@@ -52,7 +53,6 @@ METHODS = {  # key: name, loss of the classifier, α, whether re-normalised (Eq.
     "e": ("(e) Oracle", None, 1, False),
 }
 LOSSES = {"ce": "L_CE", "dlsm": "L_DLSM'", "total": "L_Total"}
-METRICS = dict(D_P="E[D_P]", D_L="E[D_L]", precision="precision", recall="recall", density="density", coverage="coverage")
 PAPER = {  # Tables 1 and A3, classes c1 and c2
     "a": dict(D_P=(0.198, 0.197), D_L=(0.190, 0.181), precision=(0.94, 0.93), recall=(1.00, 1.00)),
     "b": dict(D_P=(2.734, 2.627), D_L=(2.730, 2.618), precision=(0.95, 0.94), recall=(0.97, 0.97)),
@@ -76,7 +76,7 @@ def moons(n=10_000):
 def oracle_score(x, points, sigma):
     """∇ log p_σ(x) of the Parzen density (Eq. 2): Σᵢ wᵢ (pᵢ − x) / σ², w = softmax(−‖x − pᵢ‖² / 2σ²).
 
-    In log space it is right however far out x lies; the released code adds 1e-8 to the density, some 5% there. Distances come from
+    In log space it is right however far out x lies; the released code adds 1e-8 to the density, 5% off there. Distances come from
     differences: expanding the square would lose the digits that a small σ needs.
     """
     points = points.to(x)
@@ -102,8 +102,8 @@ def true_scores(x):
 
 def scores_of(key, c, out, join, seed, device="cpu"):
     """Two functions of (x, σ): the posterior score S_P and the likelihood score S_L of a method, or a loss, for class c."""
+    points, labels = moons()
     if key == "e":
-        points, labels = moons()
         return (lambda x, sigma: oracle_score(x, points[labels == c], sigma),
                 lambda x, sigma: oracle_score(x, points[labels == c], sigma) - oracle_score(x, points, sigma))
     if key == "c":
@@ -130,7 +130,7 @@ def score_errors(key, out, join, seed):
     return errors
 
 
-def sample(report, key, c, out, join, seed, device):
+def sample(report, key, c, out, join, seed, device, count):
     """Draws class c down to σ = 7.5 → precision, recall, density, coverage against data with that noise, and some samples."""
     points, labels = moons()
     generator = torch.Generator().manual_seed(mix(seed, "samples", c))  # the same for every method
@@ -139,10 +139,13 @@ def sample(report, key, c, out, join, seed, device):
         return torch.randn(x.shape, generator=generator).to(x)
 
     real = points[labels == c]
-    real = real[torch.randint(len(real), (SAMPLES,), generator=generator)]
+    real = real[torch.randint(len(real), (count,), generator=generator)]
     real = real + SIGMA * noise(real)
     sigmas = sigma_at(torch.linspace(1, 0, PC_STEPS + 1), SIGMA, SIGMA_MAX)
     S_P, _ = scores_of(key, c, out, join, seed, device)
+    if key == "e":  # 1,000 points a crescent, 0.06 apart, are as good as 5,000 under a kernel of σ = 7.5, and five times as fast
+        few, of_class = moons(2_000)
+        S_P = lambda x, sigma: oracle_score(x, few[of_class == c], sigma)
     fake = pc_sampler(S_P, SIGMA_MAX * noise(real.to(device)), sigmas, noise=noise).cpu()
     metrics = prdc(real, fake, k=NEIGHBOURS)
     report(1)
@@ -185,8 +188,8 @@ def train(report, out, preset, join, name, seed, device, restart):
             D_L = [(s - (posterior - prior)).norm(dim=1).mean().item() for s, posterior in zip(S_L, posteriors)]
             return dict(D_L=sum(D_L) / 2, cross_entropy=ce_loss(net, *held).item())
 
-    settings = dict(data="moons", name=name, join=join, seed=seed, scaled=preset["scaled"], steps=preset["steps"], batch=preset["batch"],
-                    lr=lr, cosine=preset["cosine"], sigma_min=SIGMA_MIN, sigma_max=SIGMA_MAX, power=POWER, lam=LAMBDA)
+    settings = dict(data="moons", name=name, join=join, seed=seed, lr=lr, sigma_min=SIGMA_MIN, sigma_max=SIGMA_MAX, power=POWER,
+                    lam=LAMBDA, **{key: preset[key] for key in ("scaled", "steps", "batch", "cosine")})
     fit(net, draw, loss, out / f"{join}-{name}-{seed}.pt", kind, settings, steps=preset["steps"], lr=lr, cosine=preset["cosine"],
         seed=mix(seed, name), device=device, every=max(1, preset["steps"] // 100), inspect=inspect, restart=restart, quiet=True)
 
@@ -199,55 +202,34 @@ def worker(pipe):
     sys.stdout = open(os.devnull, "w")  # the parent speaks for all
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
-        answer = ("result", None)
         while True:
-            pipe.send(answer)
             job, *arguments = pipe.recv()
             try:
                 answer = ("result", job(lambda count: pipe.send(("count", count)), *arguments))
             except (UserError, OSError) as error:
                 answer = ("error", error)
+            pipe.send(answer)
 
 
-def in_parallel(jobs, unit, size=1, counts=None):
-    """The results of `jobs`, each a function and its arguments, on one process a core with one thread: the matrices are small.
+@contextlib.contextmanager
+def processes():
+    """Workers, pipe → process: one a core, of one thread each, since these matrices are small.
 
-    Each function gets another to report its count with, up to `size`; `counts` is where they start. Workers are born deaf to Ctrl-C:
-    the parent hears it and ends them with SIGTERM, upon which `fit` saves.
+    They are born deaf to Ctrl-C. The parent hears it and, as at any other end, sends them SIGTERM, upon which `fit` saves.
     """
-    context, workers, results, waiting = multiprocessing.get_context("spawn"), {}, {}, list(range(len(jobs)))[::-1]
-    counts = dict(enumerate(counts or [0] * len(jobs)))
-    progress = Progress(size * len(jobs), sum(counts.values()), unit, quiet=sum(counts.values()) >= size * len(jobs))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    context, workers = multiprocessing.get_context("spawn"), {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        for _ in range(min(len(jobs), cores, 16)):
+        for _ in range(min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())):
             ours, theirs = context.Pipe()
             workers[ours] = context.Process(target=worker, args=(theirs,), daemon=True)
             workers[ours].start()
             theirs.close()
         signal.signal(signal.SIGINT, handler)
-        busy = dict.fromkeys(workers)  # pipe → its job; a worker's first answer, of no job, says that it is there
-        while busy:
-            for pipe in multiprocessing.connection.wait(list(busy)):
-                try:
-                    what, value = pipe.recv()
-                except (EOFError, ConnectionError):
-                    workers[pipe].join()
-                    raise UserError(f"a worker process ended (exit code {workers[pipe].exitcode}), perhaps for want of memory; "
-                                    "finished work is kept, the same command continues") from None
-                if what == "error":
-                    raise value
-                if what == "count":
-                    counts[busy[pipe]] = value
-                    progress(sum(counts.values()))
-                    continue
-                results[busy.pop(pipe)] = value
-                if waiting:
-                    busy[pipe] = waiting.pop()
-                    pipe.send(jobs[busy[pipe]])
-    except (KeyboardInterrupt, UserError):
-        print(end="\n" * sys.stdout.isatty(), flush=True)  # leaves the progress line
+        yield workers
+    except BaseException:
+        print(end="\n" * sys.stdout.isatty(), flush=True)  # off the progress line
         raise
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -255,7 +237,32 @@ def in_parallel(jobs, unit, size=1, counts=None):
             process.terminate()
         for process in workers.values():
             process.join()
-    return [results[i] for i in range(len(jobs))]
+
+
+def in_parallel(workers, jobs, unit, size=1, counts=()):
+    """The results of jobs, each a function and its arguments; it also gets a function to report its count with, up to `size`.
+
+    `counts` is what is done of them already.
+    """
+    busy, results, waiting, counts = {}, [None] * len(jobs), list(range(len(jobs))), list(counts) or [0] * len(jobs)
+    progress = Progress(size * len(jobs), sum(counts), unit, quiet=sum(counts) >= size * len(jobs))
+    while waiting or busy:
+        for pipe in [pipe for pipe in workers if pipe not in busy][: len(waiting)]:
+            busy[pipe] = waiting.pop(0)
+            pipe.send(jobs[busy[pipe]])
+        for pipe in multiprocessing.connection.wait(list(busy)):
+            try:
+                what, value = pipe.recv()
+            except (EOFError, ConnectionError):
+                raise UserError("a worker process was ended, perhaps for want of memory; the same command continues") from None
+            if what == "error":
+                raise value
+            if what == "count":
+                counts[busy[pipe]] = value
+                progress(sum(counts))
+            else:
+                results[busy.pop(pipe)] = value
+    return results
 
 
 # ---------------------------------------------------------------------------- tables and pictures
@@ -280,8 +287,8 @@ def print_table(title, rows, names, paper):
         theirs = f" [{PAPER[name][key][c]:.{3 if key[0] == 'D' else 2}f}]" if paper and key in PAPER.get(name, ()) else ""
         return f"{row[key][c]:.3f}" + (f" ± {row[key + '_std'][c]:.3f}" if f"{key}_std" in row else "") + theirs
 
-    columns = [key for key in METRICS if key in rows[min(rows)]]
-    lines = [["", "", *(METRICS[key] for key in columns)]]
+    columns = [key for key in rows[min(rows)] if not key.endswith("_std")]
+    lines = [["", "", *(f"E[{key}]" if key[0] == "D" else key for key in columns)]]
     for name, row in rows.items():
         lines += [["" if c else names[name], f"c{c + 1}", *(cell(row, name, key, c) for key in columns)] for c in (0, 1)]
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -294,13 +301,14 @@ def curve(out, join, name, seeds, key):
     for seed in seeds:
         path = out / f"{join}-{name}-{seed}.jsonl"
         try:
-            runs.append({record["step"]: record[key] for record in map(json.loads, path.read_text().splitlines()) if key in record})
+            runs.append({r["step"]: r[key] for r in map(json.loads, path.read_text().splitlines()) if key in r})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: not a readable log ({error}); Figure 5 needs it, --restart trains again") from None
     steps = sorted(set.intersection(*map(set, runs)))
     values = np.array([[r[step] for step in steps] for r in runs])
     if len(seeds) == 1:
         return LOSSES[name], steps, values[0]
+    import scipy.stats  # a second to load, for this one number
     mean, error = values.mean(0), values.std(0, ddof=1) / len(seeds) ** 0.5 * scipy.stats.t.ppf(0.975, len(seeds) - 1)
     return LOSSES[name], steps, mean, mean - error, mean + error
 
@@ -308,10 +316,10 @@ def curve(out, join, name, seeds, key):
 def draw_figure5(path, out, joins, seeds):
     panels = []
     for join in joins:
-        for title, y, key in (("score error", "mean D_L at sigma = 7.5", "D_L"), ("cross entropy", "cross entropy", "cross_entropy")):
+        for key, y in (("D_L", "mean D_L at sigma = 7.5"), ("cross_entropy", "cross entropy, all sigma")):
             lines = [curve(out, join, name, seeds, key) for name in LOSSES]
             top = 1.2 * max(max(line[2]) for line in lines)
-            panels.append(dict(title=f"{title}, {join}", x="training step", y=y, lines=lines, y_range=(0, top)))
+            panels.append(dict(title=join, x="training step", y=y, lines=lines, y_range=(0, top)))
     chart(path, panels, columns=2)
 
 
@@ -358,7 +366,7 @@ def draw_figure1(path, out, join, seed, samples):
             pen.line([place(p) for p in crescents[c]], ("#9cc3e2", "#f2c08a")[c], 7 * K, joint="curve")
             s = S_P(starts, torch.full((len(starts),), SIGMA))
             length = s.norm(dim=1, keepdim=True)
-            s = s / length * (4.6 * (length / 0.3).tanh()).clamp(min=1.2)  # arrows, in units of x: the longest, as of (b), are cut
+            s = s / length * (4.6 * (length / 0.3).tanh()).clamp(min=1.2)  # in units of x; long arrows, as of (b), are cut
             for tail, tip in zip((starts - s / 2).tolist(), (starts + s / 2).tolist()):
                 (ax, ay), (bx, by) = place(tail), place(tip)
                 angle = math.atan2(by - ay, bx - ax)
@@ -386,55 +394,63 @@ def draw_figure1(path, out, join, seed, samples):
 # ---------------------------------------------------------------------------- the study
 
 
-def main():
+def make_parser():
     parser = Parser(__doc__)
     parser.flag("--preset", "fast", "fast (two cores, minutes) or paper (the authors' recipe, hours)", choices=list(PRESETS))
     parser.flag("--seeds", 1, "how many trainings to average over, with seeds SEED, SEED + 1, ...", number(int, 1, 1000))
     parser.flag("--seed", 0, "random seed", number(int, 0, 2**62))
     parser.flag("--steps", None, "optimiser steps of each network (default: the preset's)", number(int, 1, 10**9))
     parser.flag("--batch", None, "points a step (default: the preset's)", number(int, 1, 10**6))
+    parser.flag("--samples", None, "samples a class, for precision and recall (default: the preset's)", number(int, 10, 10**6))
     parser.flag("--out", "runs/moons", "folder to write to")
     parser.flag("--device", "cpu", "cpu (the fastest for networks this small), cuda, cuda:1, mps, auto")
     parser.flag("--restart", False, "start over instead of continuing")
-    args = parser.parse_args()
+    return parser
+
+
+def main():
+    args = make_parser().parse_args()
     preset, out, device, begun = from_preset(args, PRESETS), pathlib.Path(args.out), str(set_up(args)), time.monotonic()
     joins, seeds = preset["joins"], range(args.seed, args.seed + args.seeds)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an orderly end, workers and all
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock(out / "table.json"))
         except OSError as error:
             raise UserError(f"--out {out}: cannot be written to ({error.strerror}); choose another folder") from None
-        for stage, names in (("1 of 3: score models, L_CE", ("score", "c1", "c2", "ce")), ("2 of 3: L_Total, L_DLSM'", ("total", "dlsm"))):
+        workers = stack.enter_context(processes())
+        for names in (("score", "c1", "c2", "ce"), ("total", "dlsm")):  # the latter need the first of the former
             runs = [(join, name, seed) for name in names for seed in seeds for join in joins]
             paths = [out / f"{join}-{name}-{seed}.pt" for join, name, seed in runs]
             done = [0 if args.restart or not path.exists() else load_checkpoint(path).get("step", 0) for path in paths]
-            say(f"{stage}: {len(runs)} networks, {preset['steps']} steps each" + f", {sum(done)} done" * any(done))
-            in_parallel([(train, out, preset, *one, device, args.restart) for one in runs], "step", preset["steps"], done)
+            say(f"{', '.join(names)}: {len(runs)} networks, {preset['steps']} steps each" + f"; {sum(done)} done" * any(done))
+            jobs = [(train, out, preset, *one, device, args.restart) for one in runs]
+            in_parallel(workers, jobs, "step", preset["steps"], done)
 
         sets = [("e", c, seed, joins[0]) for seed in seeds for c in (0, 1)]  # the oracle is the slowest
         sets += [(key, c, seed, join) for key in METHODS if key != "e" for join in joins for seed in seeds for c in (0, 1)]
-        say(f"3 of 3: samples, {len(sets)} sets of {SAMPLES}")
-        drawn = dict(zip(sets, in_parallel([(sample, key, c, out, join, seed, device) for key, c, seed, join in sets], "set")))
+        say(f"sampling: {len(sets)} sets of {preset['samples']}")
+        jobs = [(sample, key, c, out, join, seed, device, preset["samples"]) for key, c, seed, join in sets]
+        drawn = dict(zip(sets, in_parallel(workers, jobs, "set")))
         drawn.update({("e", c, seed, join): drawn["e", c, seed, joins[0]] for c in (0, 1) for seed in seeds for join in joins})
 
         table = {}
         for join in joins:
-            late = join == "late"
             measured = {key: [score_errors(key, out, join, seed) for seed in seeds] for key in (*METHODS, *LOSSES)}
             for key in METHODS:
                 for values, seed in zip(measured[key], seeds):
                     c1, c2 = (drawn[key, c, seed, join][0] for c in (0, 1))
                     values.update({name: [c1[name], c2[name]] for name in c1})
-            table[join] = {group: {key: over_seeds(measured[key]) for key in keys} for group, keys in (("methods", METHODS), ("losses", LOSSES))}
-            about = "sigma meets x in the last layer, as in the paper [its values]" if late else "sigma meets x in the first layer"
-            print_table(f"Table 1, {join}: {about}", table[join]["methods"], {key: name for key, (name, *_) in METHODS.items()}, late)
+            table[join] = dict(methods={key: over_seeds(measured[key]) for key in METHODS},
+                               losses={key: over_seeds(measured[key]) for key in LOSSES})
+            late, names = join == "late", {key: name for key, (name, *_) in METHODS.items()}
+            where = "last layer, as in the paper [its values]" if late else "first layer"
+            print_table(f"Table 1, {join}: sigma meets x in the {where}", table[join]["methods"], names, late)
             print_table(f"Table A3, {join}: the classifier's loss", table[join]["losses"], LOSSES, late)
             samples = {(key, c): drawn[key, c, args.seed, join][1] for key in METHODS for c in (0, 1)}
             draw_figure1(out / f"figure1{'' if late else '-' + join}.png", out, join, args.seed, samples)
         table["settings"] = dict(
-            preset, preset=args.preset, seeds=list(seeds), sigma_min=SIGMA_MIN, sigma_max=SIGMA_MAX, sigma=SIGMA, power=POWER, lam=LAMBDA,
-            samples_per_class=SAMPLES, k=NEIGHBOURS, sampler=f"pc, {PC_STEPS} steps from N(0, 10^2), snr 0.16", device=device, torch=torch.__version__)
+            preset, preset=args.preset, seeds=list(seeds), sigma_min=SIGMA_MIN, sigma_max=SIGMA_MAX, sigma=SIGMA, power=POWER,
+            lam=LAMBDA, k=NEIGHBOURS, sampler=f"pc, {PC_STEPS} steps from N(0, 10^2)", device=device, torch=torch.__version__)
         write_whole(out / "table.json", json.dumps(table, indent=1).encode())
         draw_figure5(out / "figure5.png", out, joins, seeds)
         draw_figureA1(out / "figureA1.png")

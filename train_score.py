@@ -387,13 +387,24 @@ def mix(*parts):
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
+@contextlib.contextmanager
+def peers():
+    """For what waits for the other processes: when one dies, gloo and NCCL fail in many ways; here it is one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = re.sub(r"^\[\S*\] ", "", " ".join(str(error).split()))[:80]
+        raise UserError(f"another process of this job is lost ({reason}); finished work is kept, the same command continues") from None
+
+
 def add_gradients(net, value, stop):
     """Sums the gradients and the loss of all processes → the loss, and the signal that one of them caught, so that all stop at the same step."""
     caught = stop[0] if stop else 0
     if process()[1] > 1:
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         flat = torch.cat([g.reshape(-1) for g in grads] + [value.reshape(1), value.new_full((1,), caught)])
-        dist.all_reduce(flat)
+        with peers():
+            dist.all_reduce(flat)
         for g, part in zip(grads, flat.split([g.numel() for g in grads] + [2])):
             g.copy_(part.view_as(g))
         value, caught = flat[-2], caught or int(flat[-1] > 0) * signal.SIGTERM
@@ -533,6 +544,10 @@ def run(main):
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         sys.exit(print(f"{name}: {where}{error.strerror or error}; {kept}", file=sys.stderr) or 2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "out of memory" not in str(error) and "allocate memory" not in str(error):
+            raise
+        sys.exit(print(f"{name}: out of memory; try a smaller --batch, --size or --width; {kept}", file=sys.stderr) or 2)
     except KeyboardInterrupt as error:
         sys.exit(print(f"{name}: interrupted; {kept}", file=sys.stderr) or 128 + (error.args or [signal.SIGINT])[0])
     finally:

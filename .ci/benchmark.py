@@ -27,7 +27,9 @@ from torch.utils.flop_counter import FlopCounterMode
 HERE = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
 import models  # noqa: E402
+from evaluate import frechet_distance, moments, prdc  # noqa: E402
 from models import EMA, NCSNpp, NoisyResNet, fold_batchnorm  # noqa: E402
+from sample import heun_sampler, pc_sampler, sigma_grid  # noqa: E402
 from train_classifier import likelihood_score, total_loss  # noqa: E402
 from train_score import dsm_loss, image_draw, spread  # noqa: E402
 
@@ -160,19 +162,11 @@ def networks(quick):
     y = torch.arange(batch) % 10
     adam, slow = torch.optim.Adam(classifier.parameters(), lr=0.0, fused=True), torch.optim.Adam(classifier.parameters(), lr=0.0, foreach=False)
 
-    def released_loss():
-        noisy = (x + spread(sigma, x) * z).requires_grad_()
-        with torch.no_grad():
-            s = net(noisy, sigma)
-        out = classifier(noisy, sigma)
-        g, = torch.autograd.grad(torch.log(F.softmax(out, 1) + 1e-8), noisy, F.one_hot(y, 10), create_graph=True)
-        return (0.5 * (g + s + z / spread(sigma, x)).square()).mean() + F.cross_entropy(out, y)
-
     a, b = times(lambda: our_step(classifier, lambda: total_loss(classifier, net, x, sigma, y, z), adam, None),
-                 lambda: released_step(classifier, released_loss, slow, []), rounds=rounds)
+                 lambda: released_step(classifier, lambda: released_total(classifier, net, x, sigma, y, z), slow, []), rounds=rounds)
     row(f"DLSM' training step, s (batch {batch})", a, b)
     if pathlib.Path("/proc/self/status").exists():
-        row("... its peak memory above the start, MB", *peak_memory(quick))
+        row("... its peak memory above the start, MB", *(in_process(kind, quick)[1] for kind in ("ours", "released")))
 
     classifier.eval().requires_grad_(False)
     folded = fold_batchnorm(classifier)
@@ -198,41 +192,156 @@ def ours_step_seconds(ours):
     return times(lambda: our_step(*ours), rounds=3)[0]
 
 
-def peak_memory(quick):
-    """Peak resident memory of three DLSM' steps, ours and as released, each in a process of its own."""
-    return [float(subprocess.run([sys.executable, __file__, "--memory", kind] + ["--quick"] * quick, capture_output=True, text=True, check=True).stdout) for kind in ("ours", "released")]
+def full_prdc(real, fake, k=3):
+    """The `prdc` package where it is installed, else the same with full distance matrices in NumPy, as that package does it."""
+    with contextlib.suppress(ImportError):
+        from prdc import compute_prdc
+        with contextlib.redirect_stdout(None):
+            return compute_prdc(real, fake, nearest_k=k)
+
+    def distances(x, y):
+        return np.sqrt(np.maximum((x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T, 0))
+
+    def radii(x):
+        return np.partition(distances(x, x), k, 1)[:, : k + 1].max(1)
+
+    r, f, d = radii(real), radii(fake), distances(real, fake)
+    return dict(precision=(d < r[:, None]).any(0).mean(), recall=(d < f).any(1).mean(), density=(d < r[:, None]).sum(0).mean() / k, coverage=(d.min(1) < r).mean())
 
 
-def memory(kind, quick):
+def clouds(n, d=2048):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(n, d, generator=g) * torch.linspace(0.1, 2, d) for _ in range(2)]
+
+
+def metrics(quick):
+    """P/R/D/C and the Fréchet distance."""
+    n, d = (1000, 256) if quick else (10_000, 2048)
+    real, fake = clouds(n, d)
+    a, b = times(lambda: prdc(real, fake), lambda: full_prdc(real.numpy(), fake.numpy()), rounds=1 if quick else 2)
+    ours, theirs = prdc(real, fake), full_prdc(real.numpy(), fake.numpy())
+    row(f"P/R/D/C, {n} × {d}, s", a, b, f"largest difference {max(abs(ours[key] - theirs[key]) for key in ours):.1g}")
+    sizes = (n // 2, n) if quick else (n, 50_000)
+    measured = {size: in_process("prdc", quick, size) for size in sizes}
+    if not quick:
+        row(f"... peak memory above the data, MB ({n})", measured[n][1], in_process("full_prdc", quick, n)[1])
+    (t1, m1), (t2, m2) = measured[sizes[0]], measured[sizes[1]]
+    row(f"... {sizes[1]} × {d}, s", t2, 0, f"{m2:.0f} MB; {sizes[1] / sizes[0]:.0f}× the points: {t2 / t1:.1f}× the time, {m2 / max(m1, 1):.1f}× the memory")
+
+    import scipy.linalg
+    (m1, s1), (m2, s2) = (moments(v[: 4 * d]) for v in (real, fake))
+
+    def by_sqrtm():
+        return ((m1 - m2) ** 2).sum().item() + np.trace((s1 + s2).numpy() - 2 * scipy.linalg.sqrtm((s1 @ s2).numpy()).real)
+
+    a, b = times(lambda: frechet_distance(m1, s1, m2, s2), by_sqrtm, rounds=1, warm=0 if not quick else 1)
+    row(f"Fréchet distance, {d}, s", a, b, f"relative difference {abs(frechet_distance(m1, s1, m2, s2) / by_sqrtm() - 1):.1g}")
+
+
+def quality(real, x):
+    found = prdc(real, x, k=5)
+    return " / ".join(f"{found[key]:.3f}" for key in ("precision", "recall", "coverage"))
+
+
+def sampling(quick):
+    """Stochastic Heun against PC on one crescent, with the exact score and with trained networks, down to σ = 1."""
+    import toy_moons
+    points, labels = toy_moons.moons()
+    data, count = points[labels == 0], 200 if quick else 2000
+    preset = dict(toy_moons.PRESETS["fast"], **(dict(steps=50, batch=50) if quick else {}))
+    pc_steps, heun_steps, end = (50, 5, 1.0) if quick else (1000, 40, 1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        for join, name in (("early", "score"), ("early", "total"), ("late", "score"), ("late", "total")):
+            toy_moons.train(lambda *_: None, folder, preset, join, name, 0, "cpu", False)
+        visits = preset["steps"] * preset["batch"]
+        paper = toy_moons.PRESETS["paper"]["steps"] * toy_moons.PRESETS["paper"]["batch"]
+        D_L = sum(toy_moons.score_errors("total", folder, "late", 0)["D_L"]) / 2
+        row("two moons, sample visits a network, millions", visits / 1e6, paper / 1e6, f"L_Total, late: D_L {D_L:.3f}; the paper's 0.052")
+        for name, key in (("oracle", "e"), ("trained, early, L_Total", "d")):
+            score, calls = toy_moons.scores_of(key, 0, folder, "early", 0)[0], []
+            generator = torch.Generator().manual_seed(0)
+            noise = lambda x: torch.randn(x.shape, generator=generator)
+            counted = lambda x, sigma: (calls.append(1), score(x, sigma))[1]
+            real, second = (data[torch.randint(len(data), (count,), generator=generator)] + end * noise(torch.empty(count, 2)) for _ in range(2))
+            spread_ = torch.linalg.cholesky(data.T.cov() + 100 * torch.eye(2))
+            heun = heun_sampler(counted, data.mean(0) + noise(real) @ spread_.T, sigma_grid(heun_steps, end, 10.0, rho=7)[:-1], churn=0.4, noise=noise)
+            evaluations = [len(calls)]
+            pc = pc_sampler(counted, 10 * noise(real), sigma_grid(pc_steps, end, 10.0)[:-1], noise=noise)
+            evaluations.append(len(calls) - evaluations[0])
+            row(f"a guided sample, {name}: evaluations, stochastic Heun and PC", *evaluations,
+                f"precision / recall / coverage {quality(real, heun)}, PC {quality(real, pc)}, a second sample of the data {quality(real, second)}")
+        draws = [times(lambda: heun_sampler(score, 10 * torch.randn(n, 2), sigma_grid(heun_steps, end, 10.0, rho=7)[:-1]), rounds=3)[0]
+                 for n, score in ((n, toy_moons.scores_of("e", 0, folder, "early", 0)[0]) for n in (count, 2 * count))]
+        row("... twice the images, s", draws[1], 0, f"{draws[1] / draws[0]:.2f}× the time")
+
+
+def start_up():
+    for script in ("train_score", "train_classifier", "sample", "evaluate", "toy_moons"):
+        a = times(lambda: subprocess.run([sys.executable, HERE / f"{script}.py", "--help"], capture_output=True, check=True), rounds=3)[0]
+        row(f"{script}.py --help, s", a, 0, "below 3 s")
+
+
+def in_process(kind, quick, n=0):
+    """Seconds and peak MB above the start of one job in a process of its own."""
+    command = [sys.executable, __file__, "--job", kind, "--n", str(n)] + ["--quick"] * quick
+    return [float(v) for v in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def job(kind, n, quick):
+    def high_water():  # ru_maxrss would carry over what the parent process had
+        return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
+
+    if kind.endswith("prdc"):
+        real, fake = clouds(n, 256 if quick else 2048)
+        work = (lambda: prdc(real, fake)) if kind == "prdc" else (lambda: full_prdc(real.numpy(), fake.numpy()))
+    else:
+        work = dlsm_job(kind, quick)
+    start, begun = high_water(), time.perf_counter()
+    work()
+    print(time.perf_counter() - begun, high_water() - start)
+
+
+def dlsm_job(kind, quick):
     batch = 8 if quick else 64
     net, classifier = NCSNpp(width=32, blocks=1).eval().requires_grad_(False), NoisyResNet(18, width=16 if quick else 32)
     x, z, sigma, y = torch.rand(batch, 3, 32, 32), torch.randn(batch, 3, 32, 32), torch.rand(batch) + 0.1, torch.arange(batch) % 10
 
-    def high_water():  # ru_maxrss would carry over what the parent process had
-        return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
+    def work():
+        for _ in range(3):
+            classifier.zero_grad()
+            if kind == "ours":
+                total_loss(classifier, net, x, sigma, y, z).backward()
+            else:
+                with as_released():
+                    loss = released_total(classifier, net, x, sigma, y, z)
+                loss.backward()
 
-    start = high_water()
-    for _ in range(3):
-        classifier.zero_grad()
-        if kind == "ours":
-            total_loss(classifier, net, x, sigma, y, z).backward()
-        else:
-            noisy = (x + spread(sigma, x) * z).requires_grad_()
-            with torch.no_grad(), as_released():
-                s = net(noisy, sigma)
-            out = classifier(noisy, sigma)
-            g, = torch.autograd.grad(torch.log(F.softmax(out, 1) + 1e-8), noisy, F.one_hot(y, 10), create_graph=True)
-            ((0.5 * (g + s + z / spread(sigma, x)).square()).mean() + F.cross_entropy(out, y)).backward()
-    print(high_water() - start)
+    return work
+
+
+def released_total(classifier, net, x, sigma, y, z):
+    noisy = (x + spread(sigma, x) * z).requires_grad_()
+    with torch.no_grad():
+        s = net(noisy, sigma)
+    out = classifier(noisy, sigma)
+    g, = torch.autograd.grad(torch.log(F.softmax(out, 1) + 1e-8), noisy, F.one_hot(y, 10), create_graph=True)
+    return (0.5 * (g + s + z / spread(sigma, x)).square()).mean() + F.cross_entropy(out, y)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    parser.add_argument("--memory", choices=["ours", "released"], help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=["networks", "metrics", "sampling", "start_up"], help="one part of the table")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--n", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.memory:
-        memory(args.memory, args.quick)
+    if args.job:
+        job(args.job, args.n, args.quick)
     else:
         print(f"{torch.get_num_threads()} threads, torch {torch.__version__}\n\n| what | ours | reference | ratio | note |\n| --- | --- | --- | --- | --- |")
-        networks(args.quick)
+        for part in (networks, metrics, sampling):
+            if args.only in (None, part.__name__):
+                part(args.quick)
+        if args.only in (None, "start_up"):
+            start_up()

@@ -28,6 +28,7 @@ HERE = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, F401  Adam imports it: seconds in each fork
 
 import sample  # noqa: E402
 import train_classifier  # noqa: E402
@@ -38,8 +39,8 @@ WORK = pathlib.Path(tempfile.mkdtemp(prefix="dlsm-harness-"))
 DATA, BASE = WORK / "small.npz", WORK / "base"
 SMALL = ("--data", DATA, "--preset", "tiny", "--width", 4, "--batch", 8, "--steps", 6, "--save-every", 2)
 COMMANDS = {  # the script, its arguments, the file it makes, the files it reads
-    "score": (train_score, (*SMALL, "--sample-every", 4), "score.pt", []),
-    "classifier": (train_classifier, (*SMALL, "--diagnose-n", 8, "--diagnose-every", 4), "classifier-total.pt", ["score.pt"]),
+    "score": (train_score, SMALL, "score.pt", []),
+    "classifier": (train_classifier, (*SMALL, "--diagnose-n", 16, "--diagnose-every", 4), "classifier-total.pt", ["score.pt"]),
     "sample": (sample, ("--data", DATA, "--n", 50, "--batch", 10, "--steps", 3, "--watch", "--png"), "samples-dlsm.npz", ["score.pt", "classifier-total.pt"]),
 }
 
@@ -49,14 +50,14 @@ class Run:
 
     def __init__(self, what, folder, *more, before=lambda: None):
         module, args, name, _ = COMMANDS[what]
-        self.file, self.files = folder / "runs" / "small" / name, [tempfile.TemporaryFile("w+", dir=WORK) for _ in range(2)]
+        self.file, self.texts, self.code = folder / "runs" / "small" / name, [tempfile.TemporaryFile("w+") for _ in range(2)], None
         sys.stdout.flush()
-        self.pid, self.code = os.fork(), None
+        self.pid = os.fork()
         if self.pid == 0:
             code = 70
             try:
                 os.chdir(folder)
-                for n, file in enumerate(self.files, 1):
+                for n, file in enumerate(self.texts, 1):
                     os.dup2(file.fileno(), n)
                 sys.argv = [f"{module.__name__}.py", *map(str, args + more)]
                 before()
@@ -85,7 +86,7 @@ class Run:
         hangs = self.code is None
         if hangs:
             os.kill(self.pid, signal.SIGKILL), os.waitpid(self.pid, 0)
-        out, err = (file.seek(0) or file.read() for file in self.files)
+        out, err = (file.seek(0) or file.read() for file in self.texts)
         assert not hangs and "Traceback" not in err, f"hangs: {hangs}; {out[-300:]}{err[-1500:]}"
         return self.code, out, err
 
@@ -150,8 +151,8 @@ def kills(rounds, rng):
 
 
 def crash_points(rounds, rng):
-    """Killed at the n-th touch of a file (open, rename, remove, ...), for every n (every 9th in --quick)."""
-    total, stride = 0, 1 if rounds >= 20 else 9
+    """Killed at the n-th touch of a file (open, rename, remove, ...), for every n (every 25th in --quick)."""
+    total, stride = 0, 1 if rounds >= 20 else 25
     events = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.truncate"}
     for what in COMMANDS:
         for n in itertools.count(rng.randrange(stride) + 1, stride):
@@ -253,7 +254,7 @@ def bad_files(rounds, rng):
 
 
 def full_disk(rounds, rng):
-    """A disk of 2 MB that fills up: one line, the old checkpoint whole, and space again lets it go on."""
+    """A disk of 2 MB that fills up, then is read-only: one line, the old checkpoint whole; once it can be written again, it goes on."""
     disk = WORK / "disk"
     disk.mkdir()
     if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True).returncode:
@@ -266,6 +267,9 @@ def full_disk(rounds, rng):
         Run("score", disk, "--steps", 8).expect(2, "No space left", "score.pt")
         assert path.read_bytes() == before and not list(path.parent.glob(".score.pt-*")), "the checkpoint is gone, or a part of the new one is left"
         (disk / "filler").unlink()
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        Run("score", disk, "--steps", 8).expect(2, "Read-only file system", "score.pt")
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
         Run("score", disk, "--steps", 8).expect(0, "continuing at step 6")
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
@@ -325,7 +329,7 @@ CHECKS = {check.__name__: check for check in (bad_files, full_disk, crash_points
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a minute: 4 rounds, and the shorter of each check")
+    parser.add_argument("--quick", action="store_true", help="a minute: 2 rounds, and the shorter of each check")
     parser.add_argument("--rounds", type=int, help="kills a script; ten times as many mutations a file (default: 40)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default=",".join(CHECKS), help="some of %(default)s")
@@ -342,7 +346,7 @@ def main():
         for name in args.only.split(","):
             begun = time.monotonic()
             try:
-                text = CHECKS[name](args.rounds or (4 if args.quick else 40), random.Random(args.seed))
+                text = CHECKS[name](args.rounds or (2 if args.quick else 40), random.Random(args.seed))
             except AssertionError as error:
                 failed.append(name)
                 text = f"FAILED with --seed {args.seed}: {error}"
