@@ -77,6 +77,7 @@ def prdc(real, fake, k=3, real_radii=None):
                     break
             in_balls[j : j + TILE] += torch.bincount(near_real[1], minlength=len(b))
             covered[near_real[0] + i] = recalled[near_fake[0] + i] = True
+            del block  # before the next is made
     precision, recall, coverage = (mask.double().mean().item() for mask in (in_balls > 0, recalled, covered))
     return dict(precision=precision, recall=recall, density=in_balls.sum().item() / (k * len(fake)), coverage=coverage)
 
@@ -125,6 +126,7 @@ def knn_radii(points, k):
                     value, at = torch.cat([best[rows], value], 1), torch.cat([index[rows], at + column], 1)
                     best[rows], order = value.topk(m, largest=False)
                     index[rows] = at.gather(1, order)
+                del distance, values  # before the next are made
         bound = error[:, None] + error[index]
         unsure = (best - best[:, k - 1 : k]).abs() <= bound + bound[:, k - 1 : k]
         best = best.double()

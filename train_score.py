@@ -207,6 +207,8 @@ def load_images(data, split="train", size=None, root="data"):
         found = read_npz(path)
     elif path.is_dir():
         found, names = read_folder(path, size)
+        if names == ["."]:
+            raise UserError(f"--data {data}: expected one sub-folder a class with pictures inside, found none")
     else:
         raise UserError(f"--data {data}: neither a named set ({', '.join([*NAMED, 'shapes'])}) nor an .npz or a folder that is there")
     own_test = "test_images" in found
@@ -270,7 +272,7 @@ def read_npz(path):
 def read_folder(folder, size):
     """One sub-folder a class, any pictures inside."""
     images, labels, shapes = [], [], {}
-    names = sorted(p.name for p in folder.iterdir() if p.is_dir())
+    names = sorted(p.name for p in folder.iterdir() if p.is_dir()) or ["."]  # a flat folder: no classes, which evaluate.py can do with
     for label, name in enumerate(names):
         files = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".bmp"))
         if not files:
@@ -521,7 +523,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def flag(self, name, default, help, type=str, **more):
-        shown = "" if default in (None, False) else f" (default: {default})"
+        shown = "" if default is None or default is False else f" (default: {default})"
         action = dict(action="store_true") if default is False else dict(type=filled(type) if type in (str, pathlib.Path) else type, default=default)
         self.add_argument(name, help=help + shown, **{**action, **more})
 
