@@ -290,8 +290,6 @@ def read_folder(folder, size):
             shapes[picture.size] = file
             images.append(picture)
             labels.append(label)
-    if not images:
-        raise UserError(f"{folder}: expected one sub-folder a class with pictures inside, found none")
     if len(shapes) > 1:
         (a, first), (b, second) = list(shapes.items())[:2]
         raise UserError(f"{folder}: mixed sizes, {first.name} is {a[0]}×{a[1]}, {second.name} {b[0]}×{b[1]}; --size N makes them equal")

@@ -6,10 +6,9 @@
 
 Prints a line a check, ends with code 1 if one fails, leaves nothing behind. What one run can show (arguments, strangers'
 files, broken numbers, two at once) is in test_dlsm.py. A `Run` is `python SCRIPT ARGUMENTS` as a fork of this process,
-which has torch loaded already: seconds less each. --rounds: kills a script, and with ten times as many, mutations a file.
+which has torch loaded already: seconds less each. --rounds is the number of kills a script, and a tenth of the mutations a file.
 """
 import argparse
-import contextlib
 import itertools
 import os
 import pathlib
@@ -37,7 +36,7 @@ import train_score  # noqa: E402
 from models import NCSNpp, UserError, checksum, load_checkpoint, load_model  # noqa: E402
 
 WORK = pathlib.Path(tempfile.mkdtemp(prefix="dlsm-harness-"))
-DATA, BASE = WORK / "small.npz", WORK / "base"
+DATA, BASE, RUN = WORK / "small.npz", WORK / "base", pathlib.Path("runs", "small")
 SMALL = ("--data", DATA, "--preset", "tiny", "--width", 4, "--batch", 8, "--steps", 6, "--save-every", 2)
 COMMANDS = {  # the script, its arguments, the file it makes, the files it reads
     "score": (train_score, SMALL, "score.pt", []),
@@ -50,16 +49,15 @@ class Run:
     """One of the commands in `folder`, with `more` arguments; `before` is called in its process first."""
 
     def __init__(self, what, folder, *more, before=lambda: None):
-        module, args, name, _ = COMMANDS[what]
-        self.file, self.texts, self.code = folder / "runs" / "small" / name, [tempfile.TemporaryFile("w+") for _ in range(2)], None
+        module, args = COMMANDS[what][:2]
+        self.texts, self.code = [tempfile.TemporaryFile("w+") for _ in range(2)], None
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
             code = 70
             try:
                 os.chdir(folder)
-                for n, file in enumerate(self.texts, 1):
-                    os.dup2(file.fileno(), n)
+                os.dup2(self.texts[0].fileno(), 1), os.dup2(self.texts[1].fileno(), 2)
                 sys.argv = [f"{module.__name__}.py", *map(str, args + more)]
                 before()
                 code = train_score.run(module.main) or 0
@@ -71,52 +69,51 @@ class Run:
                 sys.stdout.flush(), sys.stderr.flush()
                 os._exit(code)
 
-    def poll(self):
+    def running(self):
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
-        return self.code
+        return self.code is None
 
-    def end(self, number=0, seconds=120):
-        """Waits, after sending the signal `number` → exit code, stdout and stderr."""
+    def end(self, number=0, seconds=300):
+        """Sends a signal if there is a `number`, and waits → exit code, stdout and stderr."""
         limit = time.monotonic() + seconds
-        if self.poll() is None:
+        if self.running():
             os.kill(self.pid, number)
-        while self.poll() is None and time.monotonic() < limit:
+        while self.running() and time.monotonic() < limit:
             time.sleep(0.003)
-        hangs = self.code is None
-        if hangs:
-            os.kill(self.pid, signal.SIGKILL), os.waitpid(self.pid, 0)
+        if hangs := self.running():
+            os.kill(self.pid, signal.SIGKILL)
         out, err = (file.seek(0) or file.read() for file in self.texts)
         assert not hangs and "Traceback" not in err, f"hangs: {hangs}; {out[-300:]}{err[-1500:]}"
         return self.code, out, err
 
     def expect(self, code, *words):
         got, out, err = self.end()
-        assert got == code and (code != 2 or len(err.strip().splitlines()) == 1), f"exit code {got}, not {code}, or not one line: {out[-300:]}{err[-1500:]}"
+        assert got == code and (code != 2 or err.strip().count("\n") == 0), f"exit code {got}, not {code}, or not one line: {out[-300:]}{err[-1500:]}"
         assert all(word in out + err for word in words), f"{words} not in: {out[-300:]}{err}"
 
 
 def fresh(what):
     """A folder with what the command reads."""
     folder = pathlib.Path(tempfile.mkdtemp(dir=WORK))
-    (folder / "runs" / "small").mkdir(parents=True)
+    (folder / RUN).mkdir(parents=True)
     for name in COMMANDS[what][3]:
-        shutil.copy(BASE / "runs" / "small" / name, folder / "runs" / "small")
+        shutil.copy(BASE / RUN / name, folder / RUN)
     return folder
 
 
 def same(what, folder):
-    """An error unless this folder and BASE agree: in weights, average, optimizer, or the samples, and in the names of the files."""
-    values = []
+    """An error unless this folder and BASE, made undisturbed, agree in weights, average and optimizer, or samples, and in their files."""
+    values, names = [], []
     for place in (folder, BASE):
-        path = place / "runs" / "small" / COMMANDS[what][2]
-        checkpoint = path.suffix == ".pt" and load_checkpoint(path)
-        values.append(checksum([checkpoint[key] for key in ("weights", "ema", "optimizer", "step", "settings")]) if checkpoint else path.read_bytes())
+        path = place / RUN / COMMANDS[what][2]
+        checkpoint = load_checkpoint(path) if path.suffix == ".pt" else dict.fromkeys(("weights", "ema", "optimizer", "step", "settings"), path.read_bytes())
+        values.append(checksum([checkpoint[key] for key in ("weights", "ema", "optimizer", "step", "settings")]))
+        kind = path.stem.split("-")[0]
+        names.append({str(p.relative_to(place)) for p in place.rglob("*") if p.name.strip(".").startswith(kind) or ".parts" in str(p)})
     assert values[0] == values[1], f"{what}: another result than that of an undisturbed run"
-    kind = path.stem.split("-")[0]
-    theirs, ours = ({str(p.relative_to(place)) for p in place.rglob("*") if p.name.strip(".").startswith(kind) or ".parts" in str(p)} for place in (BASE, folder))
-    assert ours == theirs, f"{what}: too many files {ours - theirs}, too few {theirs - ours}"
+    assert names[0] == names[1], f"{what}: too many files {names[0] - names[1]}, too few {names[1] - names[0]}"
     shutil.rmtree(folder)
 
 
@@ -127,7 +124,7 @@ def kills(rounds, rng):
     """SIGKILL, SIGTERM and Ctrl-C at random times: the same command goes on, to the very same result."""
     done = dict(KILL=0, TERM=0, INT=0)
     for what in COMMANDS:
-        begun = time.monotonic()
+        begun, path = time.monotonic(), RUN / COMMANDS[what][2]
         Run(what, fresh(what)).expect(0)
         seconds, folder, count = time.monotonic() - begun, fresh(what), 0
         while count < rounds:
@@ -141,10 +138,9 @@ def kills(rounds, rng):
                 folder = fresh(what)
                 continue
             count, done[name] = count + 1, done[name] + 1
-            assert code in (-number, 128 + number), f"{what}, SIG{name}: exit code {code}\n{out}{err}"
-            assert code < 0 or "the same command continues" in out + err, f"{what}, SIG{name}: {out}{err}"
+            assert code == -number or code == 128 + number and "the same command continues" in out + err, f"{what}, SIG{name}: exit code {code}\n{out}{err}"
             if "stopped at step" in out:
-                assert load_checkpoint(command.file)["step"] == int(out.split("stopped at step ")[1].split()[0]), out
+                assert load_checkpoint(folder / path)["step"] == int(out.split("stopped at step ")[1].split()[0]), out
         Run(what, folder).expect(0)
         Run(what, folder).expect(0, "finished already")
         same(what, folder)
@@ -189,9 +185,7 @@ def mutate(rng, data):
 
 def bad_files(rounds, rng):
     """Mutated checkpoints, data, diagnoses, and batches and samples: refused in one line, or the identical result."""
-    folder, refused, harmless = BASE / "runs" / "small", 0, 0
-    warnings.simplefilter("error")  # a library's warning would stand beside the one line
-    warnings.simplefilter("ignore", ResourceWarning)
+    folder, refused, harmless = BASE / RUN, 0, 0
     x, sigma = torch.rand(2, 3, 8, 8), torch.tensor([0.1, 10.0])
 
     def loaded(path):
@@ -214,7 +208,9 @@ def bad_files(rounds, rng):
             path.write_bytes(bad)
             signal.alarm(60)  # a read that hangs ends all
             try:
-                assert read(path) == right, "a wrong answer, silently"
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")  # a library's warning would stand beside the one line
+                    assert read(path) == right, "a wrong answer, silently"
                 harmless += 1
             except UserError as error:
                 assert "\n" not in str(error) and len(str(error)) < 500, f"not one line: {error}"
@@ -225,11 +221,10 @@ def bad_files(rounds, rng):
     for name in ("samples-dlsm.parts/recipe.json", "samples-dlsm.parts/000001.npz", "samples-dlsm.npz"):
         for _ in range(max(1, rounds // 2)):
             work = fresh("sample")
-            command, path = Run("sample", work), work / "runs" / "small" / name
-            while command.poll() is None and not (path.exists() and (path.parent / "000002.npz").exists()):
+            command, path = Run("sample", work), work / RUN / name
+            while command.running() and not (path.exists() and (path.parent / "000002.npz").exists()):
                 time.sleep(0.001)
-            with contextlib.suppress(ProcessLookupError):
-                command.end(signal.SIGKILL)
+            command.end(signal.SIGKILL)
             if path.exists():
                 path.write_bytes(mutate(rng, path.read_bytes())[1])
                 again = Run("sample", work)
@@ -248,7 +243,7 @@ def full_disk(rounds, rng):
         return "left out: no right to mount a small disk (test_dlsm.py limits the file size instead)"
     try:
         Run("score", disk).expect(0)
-        path = disk / "runs" / "small" / "score.pt"
+        path = disk / RUN / "score.pt"
         before, free = path.read_bytes(), os.statvfs(disk)
         (disk / "filler").write_bytes(bytes(free.f_bavail * free.f_bsize - 100_000))
         Run("score", disk, "--steps", 8).expect(2, "No space left", "score.pt")
@@ -264,20 +259,23 @@ def full_disk(rounds, rng):
 
 
 def memory(rounds, rng):
-    """2,000 steps (120 in --quick) with the double backward, and 50 batches of samples: no growth after warm-up."""
+    """2,000 steps (120 in --quick), one stage with the double backward, and 50 batches of samples: no growth after warm-up."""
     if not pathlib.Path("/proc/self/statm").exists():
         return "left out: no /proc here"
-    steps, texts = 2000 if rounds >= 20 else 120, []
-    for what, more in dict(score=("--steps", steps, "--save-every", 100, "--sample-every", 10**6), classifier=("--steps", steps, "--save-every", 100,
-                           "--diagnose-every", 10**6), sample=("--n", steps // 4)).items():
-        command, seen = Run(what, fresh(what), *more), []
-        while command.poll() is None:
-            seen.append(int(pathlib.Path(f"/proc/{command.pid}/statm").read_text().split()[1]) * resource.getpagesize() / 2**20)
-            time.sleep(0.02)
-        command.expect(0)
-        third = len(seen) // 3
-        growth = max(seen[2 * third :]) - max(seen[third : 2 * third])
-        assert growth < 8, f"{what}: {growth:.1f} MB more in the last third"
+    texts, every = [], 100 if rounds >= 20 else 6
+    for what, more, count in (("score", ("--steps", 10**6, "--save-every", every), 20), ("classifier", ("--steps", 10**6, "--save-every", every), 20), ("sample", ("--n", 10**5), 50)):
+        folder = fresh(what)
+        command, last, seen = Run(what, folder, *more), None, []
+        while command.running() and len(seen) < count:  # one look after each checkpoint, or batch
+            files = folder.rglob("score.pt" if what == "score" else "classifier-total.pt" if what == "classifier" else "samples-dlsm.parts/0*.npz")
+            state = sorted((file.name, file.stat().st_mtime_ns) for file in files)
+            if state and state != last:
+                last = state
+                seen.append(int(pathlib.Path(f"/proc/{command.pid}/statm").read_text().split()[1]) * resource.getpagesize() / 2**20)
+            time.sleep(0.003)
+        command.end(signal.SIGKILL)
+        growth = max(seen[-5:]) - max(seen[5:10])
+        assert len(seen) == count and growth < 6, f"{what}: {growth:.1f} MB more after {len(seen)} looks"
         texts.append(f"{what} {growth:+.1f} MB")
     return ", ".join(texts)
 
@@ -291,7 +289,7 @@ def distributed(rounds, rng):
     slowest = 0
     for victim in [0, 1, None][: None if rounds >= 20 else 1]:
         folder = fresh("score")
-        job, path = torchrun(2, "--steps", 100_000, "--save-every", 3), folder / "runs" / "small" / "score.pt"
+        job, path = torchrun(2, "--steps", 5000, "--save-every", 3), folder / RUN / "score.pt"
         while not path.exists() and job.poll() is None:
             time.sleep(0.02)
         workers = [int(pid) for pid in pathlib.Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
@@ -326,7 +324,7 @@ def main():
         found = train_score.draw_shapes(400, 100)
         small = {k: train_score.resized(torch.from_numpy(v).permute(0, 3, 1, 2), 8).permute(0, 2, 3, 1).numpy() for k, v in found.items() if "images" in k}
         np.savez(DATA, **{**found, **small})
-        (BASE / "runs" / "small").mkdir(parents=True)
+        (BASE / RUN).mkdir(parents=True)
         for what in COMMANDS:
             Run(what, BASE).expect(0)
         Run("classifier", BASE, "--diagnose").expect(0)
@@ -334,7 +332,7 @@ def main():
             begun = time.monotonic()
             try:
                 text = CHECKS[name](args.rounds or (2 if args.quick else 40), random.Random(args.seed))
-            except AssertionError as error:
+            except (AssertionError, subprocess.TimeoutExpired) as error:
                 failed.append(name)
                 text = f"FAILED with --seed {args.seed}: {error}"
             print(f"{name:13}{time.monotonic() - begun:7.1f} s  {text}", flush=True)
