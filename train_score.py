@@ -85,6 +85,7 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
     average = EMA(net, ema) if ema else None
     optimizer = torch.optim.Adam(net.parameters(), lr=lr, fused=True)
     start, losses, log, stop = 0, [], [], []
+    reseed = torch.default_generator.manual_seed if torch.device(device).type == "cpu" else torch.manual_seed  # the latter takes 0.7 ms on a CPU
     with lock(path) if rank == 0 else contextlib.nullcontext():
         if path.exists() and not restart:
             start, log = resume(path, kind, net, settings, optimizer, average, device)
@@ -118,7 +119,7 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
                 rate = lr * min(1.0, (step + 1) / max(warmup, 1)) * (0.5 + 0.5 * math.cos(math.pi * step / steps) if cosine else 1.0)
                 for group in optimizer.param_groups:
                     group["lr"] = rate
-                torch.manual_seed(mix(seed, step, rank))  # dropout
+                reseed(mix(seed, step, rank))  # dropout
                 whole = draw(torch.Generator().manual_seed(mix(seed, step)), step)
                 if len(whole[0]) < world:
                     raise UserError(f"--batch {len(whole[0])}: fewer than the {world} processes that share it")
