@@ -375,6 +375,7 @@ def draw_shapes(n=12_000, test=2_000):
     images, labels = (255 * image.clamp(0, 1)).round().to(torch.uint8).permute(0, 2, 3, 1).numpy(), labels.numpy()
     return dict(images=images[:-test], labels=labels[:-test], test_images=images[-test:], test_labels=labels[-test:])
 
+
 # ---------------------------------------------------------------------------- plumbing: processes, signals, progress
 
 
