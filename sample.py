@@ -378,7 +378,7 @@ def make_parser():
     parser.flag("--per-sample", False, "pc: norms of each image by itself, not of the batch as released")
     parser.flag("--watch", False, "also a strip picture: one image a class at a dozen noise levels on the way down, denoised")
     parser.flag("--png", False, "also single pictures, a sub-folder a class")
-    parser.flag("--amp", False, "the score network in bfloat16")
+    parser.flag("--amp", False, "the score network in bfloat16 (CUDA)")
     parser.flag("--compile", False, "torch.compile the score network")
     return parser
 

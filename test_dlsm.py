@@ -592,6 +592,7 @@ def test_training_refuses_what_cannot_work(shapes, trained, tmp_path):
     assert "--size" in train_classifier("shapes", tmp_path, 3, "ce", "--score", trained / "runs" / "small" / "score.pt", code=2)
     assert "--steps" in train_score(shapes, tmp_path, 0, code=2)
     assert "--device" in train_score(shapes, tmp_path, 3, "--device", "warp", code=2)
+    assert "--amp" in train_score(shapes, tmp_path, 3, "--device", "cpu", "--amp", code=2)
     assert "not a readable checkpoint" in train_classifier(shapes, tmp_path, 3, "ce", "--score", shapes, code=2)
 
 

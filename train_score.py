@@ -573,7 +573,7 @@ def shared_flags(parser, presets):
         parser.flag("--width", None, "channels of the first level (default: the preset's)", number(int, 4, 4096))
         parser.flag("--tag", None, "adds -TAG to the output's name, for variants", label)
         parser.flag("--save-every", 1000, "steps between checkpoints", number(int, 1, 10**9))
-        parser.flag("--amp", False, "the score network in bfloat16")
+        parser.flag("--amp", False, "the score network in bfloat16 (CUDA)")
 
 
 def from_preset(args, presets):
@@ -601,6 +601,8 @@ def set_up(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
+    if getattr(args, "amp", False) and not (device.type == "cuda" and torch.cuda.is_bf16_supported()):
+        raise UserError(f"--amp: bfloat16 needs a CUDA device that has it, this is {device}; leave it out")  # on some CPUs it ends the process
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():  # torchrun ends all when one dies; who waits for a slow one may wait long
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
     return device
