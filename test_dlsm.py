@@ -1209,7 +1209,7 @@ def test_a_whole_evaluation(work, monkeypatch, capsys):
     first = numbers_of(work / "out", "good")
     again = in_process(work, monkeypatch, capsys, "samples-bad.npz", "samples-good.npz", *FLAGS, "--metrics", "all", "--cas-model", "resnet18",
                        "--cas-steps", 4, "--out", "out")
-    assert "finished already" in again and numbers_of(work / "out", "good") == first
+    assert "finished already" in again and numbers_of(work / "out", "good") == pytest.approx(first, rel=1e-5)  # this process may use more threads
 
 
 def test_class_wise_numbers_are_prdc_of_each_class(work, monkeypatch, capsys):
