@@ -235,7 +235,9 @@ def processes():
         signal.signal(signal.SIGINT, handler)
         for process in workers.values():
             process.terminate()
-        for process in workers.values():
+        for pipe, process in workers.items():
+            process.join(10)
+            pipe.close()  # a SIGTERM in the last step of a training is lost: this ends the wait for another job
             process.join()
 
 
