@@ -896,8 +896,7 @@ def test_toy_moons_ctrl_c_is_one_line_and_the_same_command_continues(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and one_line(errors) and "the same command continues" in errors, errors
-    step = load_checkpoint(next(tmp_path.glob("*.pt")))["step"]
-    assert step >= 1000
+    assert max(load_checkpoint(path)["step"] for path in tmp_path.glob("*.pt")) >= 1000  # of two at work one had saved, the other saves now
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".") and not name.endswith(".lock")]  # no half-written files
 
 
