@@ -34,7 +34,7 @@ from evaluate import evaluate, frechet_distance, inception_score, knn_radii, mom
 from models import EMA, NCSNpp, NoisyResNet, ToyNet, UserError, checksum, fold_batchnorm, load_checkpoint, load_model, save_checkpoint, sigma_at
 from sample import calibrated, heun_sampler, pc_sampler, posterior_score, sigma_grid
 from toy_moons import moons, oracle_score
-from train_classifier import ce_loss, diagnose, dlsm_loss, likelihood_score, total_loss
+from train_classifier import carried, ce_loss, diagnose, dlsm_loss, likelihood_score, total_loss
 from train_score import PRESETS as SCORE_PRESETS
 from train_score import dsm_loss, fit, image_draw, load_images, lock, resume, run
 
@@ -621,11 +621,13 @@ def test_diagnosis_knows_a_perfect_classifier():
     h = likelihood_score(log_joint, x, level, torch.zeros(len(x), dtype=torch.long))[:, 0]
     exact = (sigma**2 * torch.trapezoid(density * h**2, x[:, 0])).item()
     assert middle["gain"] == pytest.approx(exact, rel=0.15)
+    (nats, se), (less, _) = (carried(table, 0.01, 10.0) for table in (perfect, steep))
+    assert abs(nats - math.log(2)) < 4 * se + 0.005 and se < 0.02 and less < nats - 4 * se  # I(x; y) is log 2: the pixel tells the class
 
 
 def test_diagnose_command_writes_table_picture_and_scales(trained, shapes):
     out = command("train_classifier.py", "--data", shapes, "--diagnose", "--diagnose-n", 80, cwd=trained)
-    assert "| σ | ce: accuracy" in out and len([line for line in out.splitlines() if line.startswith("| ")]) == 12
+    assert "| σ | ce: accuracy" in out and len([line for line in out.splitlines() if line.startswith("| ")]) == 13
     tables = json.loads((trained / "runs" / "small" / "diagnose.json").read_text())
     assert {"classifier-ce", "classifier-total"} <= set(tables) and len(tables["classifier-ce"]) == 10
     assert Image.open(trained / "runs" / "small" / "diagnose.png").size[0] > 800

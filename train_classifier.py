@@ -101,6 +101,16 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
     return table
 
 
+def carried(table, sigma_min, sigma_max):
+    """The gain over all noise levels, ∫ gain d log σ, in nats, and its standard error: the class information that the guidance carries.
+
+    With exact scores it is what x has of it, I(x; y) ≤ log(classes) (I-MMSE: σ² E‖h‖² is the slope of H(y|x̃) over log σ); what
+    g lacks of that is the divergence of the guided diffusion's paths from those of the true posterior (Girsanov).
+    """
+    width = math.log(sigma_max / sigma_min) / len(table)
+    return width * sum(r["gain"] for r in table), width * math.hypot(*(r["gain_se"] for r in table))
+
+
 def load_image_model(path, device, kind):
     """load_model for the networks of images, with settings that name their noise levels."""
     net = load_model(path, device, kind)
@@ -122,12 +132,15 @@ def diagnose_run(folder, score_net, images, labels, device):
     for file in files:
         say(f"{file} ...")
         classifier = load_image_model(file, device, "classifier")
+        classes = classifier.config["classes"]
         tables[file.stem] = diagnose(classifier, score_net, images, labels, settings["sigma_min"], settings["sigma_max"], device=device)
     print(f"\n{len(images)} held-out images a noise level; ± is the standard error\n")
     print("| σ | " + " | ".join(f"{name.removeprefix('classifier-')}: accuracy, CE, gain, α*" for name in tables) + " |\n" + "| --- " * (len(tables) + 1) + "|")
     for rows in zip(*tables.values()):
         cells = (f"{r['accuracy']:.3f}, {r['ce']:.3f}, {r['gain']:.3f} ± {r['gain_se']:.3f}, {r['alpha']:.2f} ± {r['alpha_se']:.2f}" for r in rows)
         print(f"| {rows[0]['sigma']:.3g} | " + " | ".join(cells) + " |")
+    sums = (carried(rows, settings["sigma_min"], settings["sigma_max"]) for rows in tables.values())
+    print("| all, in nats | " + " | ".join(f"{nats:.3f} ± {se:.3f} of {math.log(classes):.3f}" for (nats, se) in sums) + " |")
     write_whole(folder / "diagnose.json", json.dumps({**tables, "checksum": checksum(tables)}, indent=1).encode())
     titles = dict(accuracy="Accuracy", ce="Cross-entropy", gain="Gain of the likelihood score (larger is better)", alpha="Best guidance scale (1 is right)")
     chart(folder / "diagnose.png", [

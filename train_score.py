@@ -37,13 +37,13 @@ from models import EMA, NCSNpp, UserError, check_zip, checksum, header, load_che
 PRESETS = {
     # What the authors ran: NCSN++ deep, continuous (Song et al. 2021), 107.6 M parameters.
     "paper": dict(width=128, mults=(1, 2, 2, 2), blocks=8, attention=(16,), dropout=0.1, edm=False,
-                  steps=950_000, batch=128, lr=2e-4, warmup=5_000, ema=0.999),
+                  steps=950_000, batch=128, lr=2e-4, warmup=5_000, cosine=False, ema=0.999),
     # One GPU, about a day: the same network at half the width and depth, 15.7 M, predicting as EDM does.
     "lite": dict(width=64, mults=(1, 2, 2, 2), blocks=4, attention=(16,), dropout=0.1, edm=True,
-                 steps=300_000, batch=128, lr=2e-4, warmup=5_000, ema=0.9999),
+                 steps=300_000, batch=128, lr=2e-4, warmup=5_000, cosine=False, ema=0.9999),
     # A CPU, 1 M: minutes for a first look, an hour for good pictures at 16×16.
     "tiny": dict(width=28, mults=(1, 2, 2), blocks=1, attention=(8,), dropout=0.0, edm=True,
-                 steps=4_000, batch=64, lr=1e-3, warmup=200, ema=0.999),
+                 steps=4_000, batch=64, lr=1e-3, warmup=200, cosine=True, ema=0.999),
 }
 
 
@@ -662,7 +662,7 @@ def main():
     torch.manual_seed(mix(args.seed, "weights"))
     net = NCSNpp(images.shape[-1], images.shape[1], *(preset[key] for key in ("width", "mults", "blocks", "attention", "dropout", "edm"))).to(device)
     settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1], sigma_min=0.01, sigma_max=args.sigma_max,
-                    flip=flip, seed=args.seed, amp=args.amp, config=net.config, **{key: preset[key] for key in ("batch", "lr", "warmup", "ema")})
+                    flip=flip, seed=args.seed, amp=args.amp, config=net.config, **{key: preset[key] for key in ("batch", "lr", "warmup", "cosine", "ema")})
     say(f"{path}: {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M parameters, {len(images)} images {tuple(images.shape[1:])}, on {device}")
     call = network_call(net, args.amp, args.compile, device)
 
@@ -683,8 +683,8 @@ def main():
         save_grid(path.with_name(path.stem + "-samples.png"), list((255 * x.clamp(0, 1)).round().to(torch.uint8).split(8)))
 
     fit(net, image_draw(images, labels, preset["batch"], args.seed, 0.01, args.sigma_max, flip), lambda x, sigma, y, z: dsm_loss(call, x, sigma, z),
-        path, "score", settings, steps=preset["steps"], lr=preset["lr"], warmup=preset["warmup"], clip=1.0, ema=preset["ema"], seed=args.seed,
-        device=device, save_every=args.save_every, every=args.sample_every, inspect=pictures, restart=args.restart)
+        path, "score", settings, steps=preset["steps"], lr=preset["lr"], warmup=preset["warmup"], cosine=preset["cosine"], clip=1.0,
+        ema=preset["ema"], seed=args.seed, device=device, save_every=args.save_every, every=args.sample_every, inspect=pictures, restart=args.restart)
 
 
 if __name__ == "__main__":
