@@ -3,8 +3,9 @@
     python evaluate.py runs/cifar10/samples-base.npz runs/cifar10/samples-dlsm.npz --data cifar10
 
 Reads sample files (our .npz, guided-diffusion's, folders of pictures), prints the paper's Table 2 for them, a column each, and
-writes it as evaluation.md, the recipe of each number as evaluation.json, and Figure 4, beside the first file. Features and
-classifiers are kept in ROOT/features by content: nothing is computed twice. In Python: evaluate(images, labels, ...).
+writes it as evaluation.md, the recipe of each number as evaluation.json, Figure 4, and the first images of each file in a row
+of their own (side-by-side.png), all beside the first file. Features and classifiers are kept in ROOT/features by content:
+nothing is computed twice. In Python: evaluate(images, labels, ...).
 """
 import functools
 import hashlib
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models import NoisyResNet, UserError, checksum, load_checkpoint, save_checkpoint, write_whole
-from sample import chart, npz_bytes
+from sample import chart, npz_bytes, save_grid
 from train_classifier import ce_loss
 from train_score import (Parser, Progress, check_images, fit, image_draw, import_torchvision, load_images, mix, number,
                          read_folder, read_npz, run, run_folder, say, set_up, shared_flags)
@@ -607,6 +608,7 @@ def main():
     if args.save_stats:
         mu, cov = moments(evaluation.real_features)
         write_whole(args.save_stats, npz_bytes(mu=mu.numpy(), sigma=cov.numpy()))
+    save_grid(out / "side-by-side.png", [images[:20] for images, _ in samples.values()], list(samples))
     report(files, evaluation, out)
     labelled = [name for name in files if samples[name][1] is not None]
     if "cas" in evaluation.metrics and labelled:

@@ -193,8 +193,9 @@ class NCSNpp(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    def __init__(self, inputs, outputs, stride, norm):
+    def __init__(self, inputs, outputs, stride, norm, act):
         super().__init__()
+        self.act = act
         self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), norm(outputs)
         self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), norm(outputs)
         self.shortcut = nn.Sequential()
@@ -202,19 +203,21 @@ class BasicBlock(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
 
     def forward(self, x):
-        h = F.relu(self.bn1(self.conv1(x)))  # nothing in place: DLSM' differentiates twice
-        return F.relu(self.bn2(self.conv2(h)) + self.shortcut(x))
+        h = self.act(self.bn1(self.conv1(x)))  # nothing in place: DLSM' differentiates twice
+        return self.act(self.bn2(self.conv2(h)) + self.shortcut(x))
 
 
 class NoisyResNet(nn.Module):
     """Logits of p(y|x̃, σ): ResNet-18 or -34 with a CIFAR stem, a projection of σ added after each of its four stages.
 
-    `scaled` divides the input by the deviation of noisy data (ours; the paper's sees x̃ as it is, from σ = 0.01 to 50).
+    `scaled` divides the input by the deviation of noisy data (ours; the paper's sees x̃ as it is, from σ = 0.01 to 50), and
+    act="silu" is smooth (ours, too): with ReLU the gradient that DLSM' trains is a step function of x̃.
     """
 
-    def __init__(self, depth=18, classes=10, width=64, channels=3, norm="batch", scaled=False):
+    def __init__(self, depth=18, classes=10, width=64, channels=3, norm="batch", scaled=False, act="relu"):
         super().__init__()
-        self.config = dict(depth=depth, classes=classes, width=width, channels=channels, norm=norm, scaled=scaled)
+        self.config = dict(depth=depth, classes=classes, width=width, channels=channels, norm=norm, scaled=scaled, act=act)
+        self.act = dict(relu=F.relu, silu=F.silu)[act]
         normalise = nn.BatchNorm2d if norm == "batch" else lambda c: nn.GroupNorm(math.gcd(8, c), c)
         self.embed = NoiseEmbedding(32, 128)
         self.conv1, self.bn1 = nn.Conv2d(channels, width, 3, padding=1, bias=False), normalise(width)
@@ -222,7 +225,7 @@ class NoisyResNet(nn.Module):
         self.dense = nn.ModuleList(nn.Linear(128, w) for w in widths)
         self.layers, inputs = nn.ModuleList(), width
         for i, (w, count) in enumerate(zip(widths, {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}[depth])):
-            blocks = [BasicBlock(inputs if j == 0 else w, w, 2 if i and j == 0 else 1, normalise) for j in range(count)]
+            blocks = [BasicBlock(inputs if j == 0 else w, w, 2 if i and j == 0 else 1, normalise, self.act) for j in range(count)]
             self.layers.append(nn.Sequential(*blocks))
             inputs = w
         self.linear = nn.Linear(inputs, classes)
@@ -232,7 +235,7 @@ class NoisyResNet(nn.Module):
         if self.config["scaled"]:
             x = (x - 0.5) / (sigma**2 + 0.0625).sqrt().view(-1, 1, 1, 1)
         e = F.silu(self.embed(sigma))
-        h = F.relu(self.bn1(self.conv1(x)))
+        h = self.act(self.bn1(self.conv1(x)))
         for layer, dense in zip(self.layers, self.dense):
             h = layer(h) + dense(e)[:, :, None, None]
         return h.mean((2, 3))
@@ -433,6 +436,12 @@ def load_model(path, device="cpu", kind=None):
         raise UserError(f"{path}: is a {about['kind']} checkpoint, a {kind} checkpoint is needed here")
     net.about = about
     return net.to(device).eval().requires_grad_(False)
+
+
+def export(path, out):
+    """Copies a checkpoint without what only training needs, the EMA as its weights: a quarter of the size, to hand on."""
+    net = load_model(path)
+    save_checkpoint(out, dict(**net.about, weights=net.state_dict(), ema=None))
 
 
 def _released(path, checkpoint):

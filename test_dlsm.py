@@ -31,7 +31,7 @@ import evaluate as ev
 import sample
 import toy_moons
 from evaluate import evaluate, frechet_distance, inception_score, knn_radii, moments, prdc
-from models import EMA, NCSNpp, NoisyResNet, ToyNet, UserError, checksum, fold_batchnorm, load_checkpoint, load_model, save_checkpoint, sigma_at
+from models import EMA, NCSNpp, NoisyResNet, ToyNet, UserError, checksum, export, fold_batchnorm, load_checkpoint, load_model, save_checkpoint, sigma_at
 from sample import calibrated, heun_sampler, pc_sampler, posterior_score, sigma_grid
 from toy_moons import moons, oracle_score
 from train_classifier import carried, ce_loss, diagnose, dlsm_loss, likelihood_score, total_loss
@@ -431,6 +431,21 @@ def test_checkpoints_are_whole_checked_and_harmless(tmp_path):
     with pytest.raises(UserError, match="hostile.pt"):
         load_model(tmp_path / "hostile.pt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_export_keeps_the_average_and_drops_the_rest(tmp_path):
+    net = ToyNet(2)
+    average = EMA(net)
+    with torch.no_grad():
+        net.last.weight.add_(1.0)
+    average.update()
+    state = dict(shadow=average.shadow, updates=average.updates)
+    optimizer = dict(filler=torch.zeros(10**5))
+    save_checkpoint(tmp_path / "net.pt", dict(kind="score", network="ToyNet", config=net.config, settings={"seed": 7}, step=3, weights=net.state_dict(), ema=state, optimizer=optimizer))
+    export(tmp_path / "net.pt", tmp_path / "slim.pt")
+    whole, slim = load_model(tmp_path / "net.pt"), load_model(tmp_path / "slim.pt")
+    assert torch.equal(whole.last.weight, slim.last.weight) and not torch.equal(slim.last.weight, net.last.weight) and slim.about == whole.about
+    assert (tmp_path / "slim.pt").stat().st_size < (tmp_path / "net.pt").stat().st_size / 4
 
 
 # ---------------------------------------------------------------------------- data
@@ -1197,6 +1212,8 @@ def test_a_whole_evaluation(work, monkeypatch, capsys):
     assert "Warning: FD@150 is of few samples" in out and "own features (sha256 " in out and "test accuracy" in out
     assert "Warning: bad was drawn for fashion" in out and "good was drawn" not in out and "real images: image 240/240  " in out
     assert (work / "out" / "evaluation.md").read_text().strip() in out
+    with Image.open(work / "out" / "side-by-side.png") as picture:
+        assert picture.height == 2 * 66  # a row a file, zoomed to 64 pixels and 2 apart
     with Image.open(work / "out" / "classwise-good-minus-bad.png") as picture:
         assert picture.width > 600
     found = json.loads((work / "out" / "evaluation.json").read_text())

@@ -20,11 +20,11 @@ from train_score import (Parser, fit, from_preset, image_draw, load_images, lock
 
 PRESETS = {
     # What the authors ran (Appendix A.6.3 and their code): ResNet-18, -34 for 100 classes, no flips, no EMA.
-    "paper": dict(depth=18, width=64, norm="batch", scaled=False, steps=60_000, batch=100, lr=2e-4, cosine=False, lam=1.0, power=0.0),
+    "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", steps=60_000, batch=100, lr=2e-4, cosine=False, lam=1.0, power=0.0),
     # One GPU, hours: the same network, its input scaled, its learning rate decaying.
-    "lite": dict(depth=18, width=64, norm="batch", scaled=True, steps=60_000, batch=100, lr=2e-4, cosine=True, lam=1.0, power=0.0),
+    "lite": dict(depth=18, width=64, norm="batch", scaled=True, act="relu", steps=60_000, batch=100, lr=2e-4, cosine=True, lam=1.0, power=0.0),
     # A CPU, minutes.
-    "tiny": dict(depth=18, width=16, norm="batch", scaled=True, steps=2_000, batch=100, lr=1e-3, cosine=True, lam=1.0, power=0.0),
+    "tiny": dict(depth=18, width=16, norm="batch", scaled=True, act="relu", steps=2_000, batch=100, lr=1e-3, cosine=True, lam=1.0, power=0.0),
 }
 
 # ---------------------------------------------------------------------------- method
@@ -158,6 +158,7 @@ def make_parser():
     parser.flag("--lam", None, "λ, the weight of the cross-entropy in L_Total (default: the preset's)", number(float, 0, 1e6))
     parser.flag("--power", None, "DLSM' is weighted with σ^POWER (default: the preset's; 0 is the paper's)", number(float, -4, 4))
     parser.flag("--norm", None, "normalisation: batch (the paper's) or group (default: the preset's)", choices=["batch", "group"])
+    parser.flag("--act", None, "activation: relu (the paper's) or silu, which is smooth (default: the preset's)", choices=["relu", "silu"])
     parser.flag("--depth", None, "ResNet-18 or -34 (default: 18, the paper preset takes 34 for 100 classes)", int, choices=[18, 34])
     parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
     parser.flag("--compile", False, "torch.compile the classifier (--loss ce only)")
@@ -196,7 +197,7 @@ def main():
     if args.preset == "paper" and args.depth is None and len(names) == 100:
         preset["depth"] = 34
     torch.manual_seed(mix(args.seed, "weights"))
-    net = NoisyResNet(preset["depth"], len(names), preset["width"], images.shape[1], preset["norm"], preset["scaled"]).to(device)
+    net = NoisyResNet(preset["depth"], len(names), preset["width"], images.shape[1], preset["norm"], preset["scaled"], preset["act"]).to(device)
     settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1], sigma_min=about["sigma_min"], sigma_max=about["sigma_max"],
                     loss=args.loss, score_sha=checksum(score_net.state_dict())[:16], seed=args.seed, amp=args.amp, config=net.config,
                     **{key: preset[key] for key in ("batch", "lr", "cosine")})
