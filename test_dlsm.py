@@ -611,6 +611,19 @@ def test_training_refuses_what_cannot_work(shapes, trained, tmp_path):
     assert "not a readable checkpoint" in train_classifier(shapes, tmp_path, 3, "ce", "--score", shapes, code=2)
 
 
+def test_lambda_stands_beside_a_sum_or_a_mean_over_pixels(trained, shapes):
+    """tiny and lite take DLSM' as printed, a sum over the 192 pixel values, beside λ CE; paper takes their mean, as the authors' code."""
+    first = {}
+    for loss, more in (("ce", []), ("dlsm", []), ("total", ["--lam", 2]), ("total", ["--lam", 2, "--preset", "paper"]), ("dlsm", ["--preset", "paper"]), ("ce", ["--preset", "paper"])):
+        tag = f"first{len(first)}"
+        train_classifier(shapes, trained, 1, loss, "--run", "lambda", "--score", trained / "runs" / "small" / "score.pt", "--tag", tag, *more)
+        lines = (trained / "runs" / "lambda" / f"classifier-{loss}-{tag}.jsonl").read_text().splitlines()
+        first[tag] = json.loads(lines[0])["loss"]
+    ce, dlsm, total, paper_total, paper_dlsm, paper_ce = first.values()
+    assert total == pytest.approx(dlsm + 2 * ce / 192, rel=1e-4)
+    assert paper_total == pytest.approx(paper_dlsm + 2 * paper_ce, rel=1e-4)
+
+
 def test_diagnosis_knows_a_perfect_classifier():
     """Images of one pixel, 0.2 or 0.8 with the label 0 or 1: prior, posterior and their scores are exact."""
     labels = torch.arange(4000) % 2

@@ -18,13 +18,13 @@ from models import NCSNpp, NoisyResNet, UserError, checksum, load_model, sigma_a
 from train_score import (Parser, fit, from_preset, image_draw, load_images, lock, mix, network_call, number, process, run, run_folder, say, set_up,
                          shared_flags, spread)
 
-PRESETS = {
+PRESETS = {  # `over`: DLSM' as the mean over pixels, or their sum, beside λ times the cross-entropy
     # What the authors ran (Appendix A.6.3 and their code): ResNet-18, -34 for 100 classes, no flips, no EMA.
-    "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", steps=60_000, batch=100, lr=2e-4, cosine=False, lam=1.0, power=0.0),
+    "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", steps=60_000, batch=100, lr=2e-4, cosine=False, lam=1.0, power=0.0, over="mean"),
     # One GPU, hours: the same network, its input scaled, its learning rate decaying.
-    "lite": dict(depth=18, width=64, norm="batch", scaled=True, act="relu", steps=60_000, batch=100, lr=2e-4, cosine=True, lam=1.0, power=0.0),
+    "lite": dict(depth=18, width=64, norm="batch", scaled=True, act="silu", steps=60_000, batch=100, lr=2e-4, cosine=True, lam=1.0, power=2.0, over="sum"),
     # A CPU, minutes.
-    "tiny": dict(depth=18, width=16, norm="batch", scaled=True, act="relu", steps=2_000, batch=100, lr=1e-3, cosine=True, lam=1.0, power=0.0),
+    "tiny": dict(depth=18, width=16, norm="batch", scaled=True, act="silu", steps=2_000, batch=100, lr=1e-3, cosine=True, lam=1.0, power=2.0, over="sum"),
 }
 
 # ---------------------------------------------------------------------------- method
@@ -204,11 +204,12 @@ def main():
     if args.loss != "ce":
         settings["power"] = preset["power"]
     if args.loss == "total":
-        settings["lam"] = preset["lam"]
+        settings.update(lam=preset["lam"], over=preset["over"])
+    lam = preset["lam"] / (images[0].numel() if preset["over"] == "sum" else 1)  # to Adam, sum + λ CE is mean + λ/d CE
     call = network_call(net, False, args.compile, device)
     losses = dict(ce=lambda x, sigma, y, z: ce_loss(call, x, sigma, y, z),
                   dlsm=lambda x, sigma, y, z: dlsm_loss(net, score_call, x, sigma, y, z, preset["power"]),
-                  total=lambda x, sigma, y, z: total_loss(net, score_call, x, sigma, y, z, preset["lam"], preset["power"]))
+                  total=lambda x, sigma, y, z: total_loss(net, score_call, x, sigma, y, z, lam, preset["power"]))
     path = folder / f"classifier-{args.loss}{f'-{args.tag}' if args.tag else ''}.pt"
     say(f"{path}: {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M parameters, {len(images)} images {tuple(images.shape[1:])}, {len(names)} classes, on {device}")
 

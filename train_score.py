@@ -43,7 +43,7 @@ PRESETS = {
                  steps=300_000, batch=128, lr=2e-4, warmup=5_000, cosine=False, ema=0.9999),
     # A CPU, 1 M: minutes for a first look, an hour for good pictures at 16×16.
     "tiny": dict(width=28, mults=(1, 2, 2), blocks=1, attention=(8,), dropout=0.0, edm=True,
-                 steps=4_000, batch=64, lr=1e-3, warmup=200, cosine=True, ema=0.999),
+                 steps=6_000, batch=64, lr=1e-3, warmup=200, cosine=True, ema=0.999),
 }
 
 
