@@ -569,8 +569,8 @@ def report(files, evaluation, out):
 def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser, None)
-    parser.add_argument("samples", nargs="*", type=pathlib.Path, help="sample files or folders; Figure 4 compares with the first "
-                        "(default: runs/RUN/samples-*.npz)")
+    parser.add_argument("samples", nargs="*", type=pathlib.Path, help="sample files or folders; Figure 4 compares with the first; test "
+                        "stands for held-out real images, as many as the files before it have (default: runs/RUN/samples-*.npz)")
     parser.flag("--metrics", None, f"some of {','.join(METRICS)}, or all (default: all; without a GPU all but cas, which trains "
                 "a ResNet for each file and one on real images)")
     parser.flag("--features", "inception", "FID's, or own: of a ResNet trained on the real images", choices=["inception", "own"])
@@ -598,7 +598,11 @@ def main():
     out, evaluation = args.out or paths[0].absolute().parent, Evaluation(args)
     for path in paths:
         names = evaluation.images()[2] if evaluation.needs_real and path.is_dir() else []
-        images, labels, recipe = read_samples(path, names)
+        if str(path) == "test" and not path.exists():
+            most = max((file["n"] for file in files.values()), default=None)
+            images, labels, recipe = *(v[:most] for v in evaluation.images("test")[:2]), {}
+        else:
+            images, labels, recipe = read_samples(path, names)
         name = path.stem.removeprefix("samples-")
         name = f"{path.absolute().parent.name}-{name}" if name in files else name
         samples[name] = evaluation.check(path, images, labels)
@@ -610,7 +614,7 @@ def main():
         write_whole(args.save_stats, npz_bytes(mu=mu.numpy(), sigma=cov.numpy()))
     save_grid(out / "side-by-side.png", [images[:20] for images, _ in samples.values()], list(samples))
     report(files, evaluation, out)
-    labelled = [name for name in files if samples[name][1] is not None]
+    labelled = [name for name in files if samples[name][1] is not None and files[name]["path"] != "test"]  # CAS is measured on those
     if "cas" in evaluation.metrics and labelled:
         say(f"CAS: {len(labelled) + 1} trainings of {args.cas_model}, {args.cas_steps} steps; {out}/evaluation.md has the rest")
         real = evaluation.cas(*evaluation.images()[:2])

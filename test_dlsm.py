@@ -30,7 +30,7 @@ from PIL import Image
 import evaluate as ev
 import sample
 import toy_moons
-from evaluate import evaluate, frechet_distance, inception_score, knn_radii, moments, prdc
+from evaluate import evaluate, frechet_distance, inception_score, knn_radii, markdown, moments, prdc
 from models import EMA, NCSNpp, NoisyResNet, ToyNet, UserError, checksum, export, fold_batchnorm, load_checkpoint, load_model, save_checkpoint, sigma_at
 from sample import calibrated, heun_sampler, pc_sampler, posterior_score, sigma_grid
 from toy_moons import moons, oracle_score
@@ -1248,6 +1248,15 @@ def test_a_whole_evaluation(work, monkeypatch, capsys):
     assert "finished already" in again and numbers_of(work / "out", "good") == pytest.approx(first, rel=1e-5)  # this process may use more threads
 
 
+def test_held_out_real_images_as_a_column(work, monkeypatch, capsys):
+    out = in_process(work, monkeypatch, capsys, "samples-good.npz", "test", *FLAGS, "--metrics", "fid,prdc", "--out", "ceiling")
+    images, labels, _ = load_images("bars.npz", "test", root=".")
+    good, real = (numbers_of(work / "ceiling", name) for name in ("good", "test"))
+    assert "| good | test |" in out and real["coverage"] > 0 and real["fid"] != good["fid"]
+    direct = evaluate(images[:150], labels[:150], data="bars.npz", root=".", features="own", own_steps=15, metrics="fid,prdc")
+    assert real == pytest.approx(direct)
+
+
 def test_class_wise_numbers_are_prdc_of_each_class(work, monkeypatch, capsys):
     in_process(work, monkeypatch, capsys, "samples-good.npz", *FLAGS, "--metrics", "prdc,classwise", "--out", "cw")
     args = ev.make_parser().parse_args(list(map(str, FLAGS)))
@@ -1830,7 +1839,32 @@ def test_the_readme_says_what_the_result_files_say():
     for key, name in dict(ce="L_CE", dlsm="L_DLSM'", total="L_Total").items():
         row = next(r for r in rows if r[0] == name and len(r) == 7)
         assert [row[i] for i in (2, 4, 5, 6)] == [pair(join, "losses", key, metric) for join in ("late", "early") for metric in ("D_P", "D_L")]
+    results = json.loads((HERE / "docs" / "results" / "fashion-16.json").read_text())["files"]
+    names = next(line for line in text.splitlines() if line.startswith("| | | base | dlsm |")).split("|")[3:-1]
+    columns = {name.strip(): results[name.strip()]["numbers"] for name in names}
+    assert markdown(columns, "FD") in text
+    tables = json.loads((HERE / "docs" / "pretrained" / "fashion-16" / "diagnose.json").read_text())
+    short = json.loads((HERE / "docs" / "results" / "fashion-16-short.json").read_text())
+    for name, key, steps in (("L_CE", "ce", 2000), ("L_DLSM'", "dlsm", 2000), ("L_Total", "total", 2000), ("L_CE", "ce", 1000), ("L_Total", "total", 1000), ("L_CE, ReLU", "ce-relu", 1000),
+                             ("L_Total, ReLU", "total-relu", 1000), ("L_Total, the paper's weights", "total-paper", 1000)):
+        table = (tables if steps == 2000 else short)[f"classifier-{key}"]
+        row = next(r for r in rows if r[0] == name and r[1] == f"{steps:,}" and len(r) == 7)
+        nats, se = carried(table, 0.01, 20.0)
+        at = table[6]  # σ = 1.4, where most of the class is decided
+        assert row[2:] == [f"{nats:.2f} ± {se:.2f}", *(f"{at[key]:.3f}" for key in ("accuracy", "ce", "gain")), f"{at['alpha']:.2f}"]
     for target in re.findall(r"\]\((docs/[^)]+)\)", text):
         assert (HERE / target).exists(), target
     for name in re.findall(r"`(test_\w+)`", text):
         assert name in globals(), name
+
+
+def test_the_weights_in_the_box_draw_what_the_readme_says(tmp_path):
+    """Needs no data: the README's one command, its images judged by the other classifier in the box."""
+    box = HERE / "docs" / "pretrained" / "fashion-16"
+    command("sample.py", "--run", box, "--out", tmp_path, cwd=tmp_path)
+    found = np.load(tmp_path / "samples-dlsm.npz")
+    images = torch.from_numpy(found["images"]).permute(0, 3, 1, 2).float() / 255
+    guess = load_model(box / "classifier-ce.pt", kind="classifier")(images, torch.full((100,), 0.01)).argmax(1).numpy()
+    stated = json.loads((HERE / "docs" / "results" / "fashion-16.json").read_text())["box"]["recognised"]
+    assert abs((guess == found["labels"]).sum() - stated) <= 2 and f"{stated} of the 100" in (HERE / "README.md").read_text()
+    assert sum(file.stat().st_size for file in box.iterdir()) < 10 * 2**20
