@@ -514,15 +514,15 @@ def read_samples(path, names):
 
 
 def markdown(columns, fid):
-    """The table: rows as in the paper, one column a file; the best of ours, and of the paper's, in bold."""
+    """The table: rows as in the paper, one column a file; the best of ours (real images aside), and of the paper's, in bold."""
     lines = ["| | | " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * len(columns)]
     for key, (title, digits, best) in ROWS.items():
         cells = {name: numbers[key] for name, numbers in columns.items() if key in numbers}
         if not any("n" in cell for cell in cells.values()):
             continue
         texts = []
-        for cell in (cells.get(name) for name in columns):
-            rivals = [round(v["value"], digits) for v in cells.values() if cell and ("n" in v) == ("n" in cell)]
+        for name, cell in ((name, cells.get(name)) for name in columns):
+            rivals = [round(v["value"], digits) for other, v in cells.items() if cell and "test" not in (name, other) and ("n" in v) == ("n" in cell)]
             text = f"{cell['value']:.{digits if 'n' in cell else 2}f}" if cell else "–"
             text = f"**{text}**" if best and len(rivals) > 1 and best(rivals) == round(cell["value"], digits) else text
             texts.append(text + (f" ± {cell['deviation']:.2f}" if cell and "deviation" in cell else ""))
