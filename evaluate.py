@@ -513,8 +513,8 @@ def read_samples(path, names):
     return images, found.get("labels", found.get("arr_1")), recipe
 
 
-def markdown(columns, fid):
-    """The table: rows as in the paper, one column a file; the best of ours (real images aside), and of the paper's, in bold."""
+def markdown(columns, fid, real=()):
+    """The table: rows as in the paper, one column a file; the best of ours (columns of `real` images aside), and of the paper's, in bold."""
     lines = ["| | | " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * len(columns)]
     for key, (title, digits, best) in ROWS.items():
         cells = {name: numbers[key] for name, numbers in columns.items() if key in numbers}
@@ -522,7 +522,7 @@ def markdown(columns, fid):
             continue
         texts = []
         for name, cell in ((name, cells.get(name)) for name in columns):
-            rivals = [round(v["value"], digits) for other, v in cells.items() if cell and "test" not in (name, other) and ("n" in v) == ("n" in cell)]
+            rivals = [round(v["value"], digits) for other, v in cells.items() if cell and not {name, other} & set(real) and ("n" in v) == ("n" in cell)]
             text = f"{cell['value']:.{digits if 'n' in cell else 2}f}" if cell else "–"
             text = f"**{text}**" if best and len(rivals) > 1 and best(rivals) == round(cell["value"], digits) else text
             texts.append(text + (f" ± {cell['deviation']:.2f}" if cell and "deviation" in cell else ""))
@@ -561,7 +561,8 @@ def report(files, evaluation, out):
         columns[f"{name} (paper)"] = {key: dict(value=value) for key, value in zip(keys, values)}
     what = f"resize {args.resize}" if fid == "FID" else f"test accuracy {about.get('test_accuracy', 0):.4f}"
     title = f"{args.data}, {args.features} features (sha256 {about['sha256'][:8]}, {what}), k = {args.k}" if about else args.data
-    text = "\n\n".join([title, markdown(columns, fid), *notes])
+    real = [name for name, file in files.items() if file["recipe"].get("split") == "test"]
+    text = "\n\n".join([title, markdown(columns, fid, real), *notes])
     write_whole(out / "evaluation.md", f"{text}\n".encode())
     return text
 
@@ -600,7 +601,7 @@ def main():
         names = evaluation.images()[2] if evaluation.needs_real and path.is_dir() else []
         if str(path) == "test" and not path.exists():
             most = max((file["n"] for file in files.values()), default=None)
-            images, labels, recipe = *(v[:most] for v in evaluation.images("test")[:2]), {}
+            images, labels, recipe = *(v[:most] for v in evaluation.images("test")[:2]), dict(split="test")
         else:
             images, labels, recipe = read_samples(path, names)
         name = path.stem.removeprefix("samples-")
@@ -614,7 +615,7 @@ def main():
         write_whole(args.save_stats, npz_bytes(mu=mu.numpy(), sigma=cov.numpy()))
     save_grid(out / "side-by-side.png", [images[:20] for images, _ in samples.values()], list(samples))
     report(files, evaluation, out)
-    labelled = [name for name in files if samples[name][1] is not None and files[name]["path"] != "test"]  # CAS is measured on those
+    labelled = [name for name in files if samples[name][1] is not None and files[name]["recipe"].get("split") != "test"]  # CAS is measured on those
     if "cas" in evaluation.metrics and labelled:
         say(f"CAS: {len(labelled) + 1} trainings of {args.cas_model}, {args.cas_steps} steps; {out}/evaluation.md has the rest")
         real = evaluation.cas(*evaluation.images()[:2])

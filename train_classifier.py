@@ -21,7 +21,7 @@ from train_score import (Parser, fit, from_preset, image_draw, load_images, lock
 PRESETS = {  # `over`: DLSM' as the mean over pixels, or their sum, beside λ times the cross-entropy
     # What the authors ran (Appendix A.6.3 and their code): ResNet-18, -34 for 100 classes, no flips, no EMA.
     "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", steps=60_000, batch=100, lr=2e-4, cosine=False, lam=1.0, power=0.0, over="mean"),
-    # One GPU, hours: the same network, its input scaled, its learning rate decaying.
+    # One GPU, hours: the same network, its input scaled, smooth, its learning rate decaying; DLSM' weighted as the divergence it is (see `carried`).
     "lite": dict(depth=18, width=64, norm="batch", scaled=True, act="silu", steps=60_000, batch=100, lr=2e-4, cosine=True, lam=1.0, power=2.0, over="sum"),
     # A CPU, minutes.
     "tiny": dict(depth=18, width=16, norm="batch", scaled=True, act="silu", steps=2_000, batch=100, lr=1e-3, cosine=True, lam=1.0, power=2.0, over="sum"),
@@ -140,7 +140,7 @@ def diagnose_run(folder, score_net, images, labels, device):
         cells = (f"{r['accuracy']:.3f}, {r['ce']:.3f}, {r['gain']:.3f} ± {r['gain_se']:.3f}, {r['alpha']:.2f} ± {r['alpha_se']:.2f}" for r in rows)
         print(f"| {rows[0]['sigma']:.3g} | " + " | ".join(cells) + " |")
     sums = (carried(rows, settings["sigma_min"], settings["sigma_max"]) for rows in tables.values())
-    print("| all, in nats | " + " | ".join(f"{nats:.3f} ± {se:.3f} of {math.log(classes):.3f}" for (nats, se) in sums) + " |")
+    print("| all, in nats | " + " | ".join(f"{nats:.3f} ± {se:.3f} of {math.log(classes):.3f}" for nats, se in sums) + " |")
     write_whole(folder / "diagnose.json", json.dumps({**tables, "checksum": checksum(tables)}, indent=1).encode())
     titles = dict(accuracy="Accuracy", ce="Cross-entropy", gain="Gain of the likelihood score (larger is better)", alpha="Best guidance scale (1 is right)")
     chart(folder / "diagnose.png", [
@@ -155,7 +155,7 @@ def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser, PRESETS)
     parser.flag("--loss", "total", "ce (the base method), dlsm (DLSM' alone) or total (L_DLSM' + λ L_CE)", choices=["ce", "dlsm", "total"])
-    parser.flag("--lam", None, "λ, the weight of the cross-entropy in L_Total (default: the preset's)", number(float, 0, 1e6))
+    parser.flag("--lam", None, "λ, the weight of the cross-entropy in L_Total, beside DLSM' summed over pixels (lite, tiny) or its mean (paper) (default: the preset's)", number(float, 0, 1e6))
     parser.flag("--power", None, "DLSM' is weighted with σ^POWER (default: the preset's; 0 is the paper's)", number(float, -4, 4))
     parser.flag("--norm", None, "normalisation: batch (the paper's) or group (default: the preset's)", choices=["batch", "group"])
     parser.flag("--act", None, "activation: relu (the paper's) or silu, which is smooth (default: the preset's)", choices=["relu", "silu"])
