@@ -1,6 +1,6 @@
 """Times this project against a straightforward implementation of the same things, in one run, as a Markdown table.
 
-    python .ci/benchmark.py            # about 15 minutes on two free cores
+    python .ci/benchmark.py            # about 40 minutes on two free cores
     python .ci/benchmark.py --quick    # small sizes, a minute: shows that it runs, not how fast
 
 "As released" is our network with the parts that the authors' release does otherwise: resampling with each channel as a
@@ -28,8 +28,8 @@ HERE = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
 import models  # noqa: E402
 from evaluate import frechet_distance, moments, prdc  # noqa: E402
-from models import EMA, NCSNpp, NoisyResNet, fold_batchnorm  # noqa: E402
-from sample import heun_sampler, pc_sampler, sigma_grid  # noqa: E402
+from models import EMA, NCSNpp, NoisyResNet, fold_batchnorm, load_model  # noqa: E402
+from sample import heun_sampler, pc_sampler, posterior_score, sigma_grid  # noqa: E402
 from train_classifier import likelihood_score, total_loss  # noqa: E402
 from train_score import dsm_loss, image_draw, spread  # noqa: E402
 
@@ -276,6 +276,31 @@ def sampling(quick):
         row("... twice the images, s", draws[1], 0, f"{draws[1] / draws[0]:.2f}× the time")
 
 
+def images(quick):
+    """The same on images: Fashion-MNIST from the weights in the box, guided by L_Total, judged by the features of the other classifier."""
+    box, sigma_max = HERE / "docs" / "pretrained" / "fashion-16", 20.0
+    score_net, guide, judge = (load_model(box / f"{name}.pt") for name in ("score", "classifier-total", "classifier-ce"))
+    guide, (count, pc_steps, heun_steps) = fold_batchnorm(guide), (20, 10, 3) if quick else (300, 1000, 24)
+    y, found = torch.arange(count) % 10, {}
+    for seed, name in enumerate(("Heun", "Heun again", "PC")):
+        calls, parts, generator = [], [], torch.Generator().manual_seed(seed)
+        noise = lambda x: torch.randn(x.shape, generator=generator)
+        for labels in y.split(100):
+            score = posterior_score(lambda x, sigma: (calls.append(len(x)), score_net(x, sigma))[1], guide, labels)
+            x = sigma_max * noise(torch.empty(len(labels), 1, 16, 16))
+            if name == "PC":
+                parts.append(pc_sampler(score, x, sigma_grid(pc_steps, 0.01, sigma_max), noise=noise))
+            else:
+                parts.append(heun_sampler(score, x, sigma_grid(heun_steps, 0.01, sigma_max, rho=7), churn=0.4, noise=noise))
+        with torch.no_grad():
+            features = judge.features(torch.cat(parts).clamp(0, 1), torch.full((count,), 0.01))
+            found[name] = features, (judge.linear(features).argmax(1) == y).double().mean().item(), sum(calls) // count
+    note = [f"{name}: class accuracy {found[name][1]:.3f}, against Heun density {m['density']:.3f}, coverage {m['coverage']:.3f}"
+            for name in ("PC", "Heun again") for m in [prdc(found["Heun"][0], found[name][0])]]
+    row(f"a guided image ({count} of each): evaluations, stochastic Heun and PC", found["Heun"][2], found["PC"][2],
+        f"Heun: class accuracy {found['Heun'][1]:.3f}; {'; '.join(note)}; two samples of one law: 1 and 0.875")
+
+
 def start_up():
     for script in ("train_score", "train_classifier", "sample", "evaluate", "toy_moons"):
         a = times(lambda: subprocess.run([sys.executable, HERE / f"{script}.py", "--help"], capture_output=True, check=True), rounds=3)[0]
@@ -332,7 +357,7 @@ def released_total(classifier, net, x, sigma, y, z):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    parser.add_argument("--only", choices=["networks", "metrics", "sampling", "start_up"], help="one part of the table")
+    parser.add_argument("--only", choices=["networks", "metrics", "sampling", "images", "start_up"], help="one part of the table")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--n", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -340,7 +365,7 @@ if __name__ == "__main__":
         job(args.job, args.n, args.quick)
     else:
         print(f"{torch.get_num_threads()} threads, torch {torch.__version__}\n\n| what | ours | reference | ratio | note |\n| --- | --- | --- | --- | --- |")
-        for part in (networks, metrics, sampling):
+        for part in (networks, metrics, sampling, images):
             if args.only in (None, part.__name__):
                 part(args.quick)
         if args.only in (None, "start_up"):
