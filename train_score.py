@@ -648,7 +648,7 @@ def make_parser():
     parser.flag("--sigma-max", 50.0, "largest noise level, in units of pixels in [0, 1]", number(float, 0.1, 1e4))
     parser.flag("--no-flip", False, "no random mirror images (fashion has none: its shoes all point one way)")
     parser.flag("--compile", False, "torch.compile the network")
-    parser.flag("--sample-every", 5000, "steps between sample pictures", number(int, 1, 10**9))
+    parser.flag("--sample-every", 5000, "steps between sample pictures; 0: none", number(int, 0, 10**9))
     return parser
 
 
@@ -684,7 +684,7 @@ def main():
 
     fit(net, image_draw(images, labels, preset["batch"], args.seed, 0.01, args.sigma_max, flip), lambda x, sigma, y, z: dsm_loss(call, x, sigma, z),
         path, "score", settings, steps=preset["steps"], lr=preset["lr"], warmup=preset["warmup"], cosine=preset["cosine"], clip=1.0,
-        ema=preset["ema"], seed=args.seed, device=device, save_every=args.save_every, every=args.sample_every, inspect=pictures, restart=args.restart)
+        ema=preset["ema"], seed=args.seed, device=device, save_every=args.save_every, every=args.sample_every, inspect=pictures if args.sample_every else None, restart=args.restart)
 
 
 if __name__ == "__main__":
