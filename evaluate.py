@@ -514,7 +514,7 @@ def read_samples(path, names):
 
 
 def markdown(columns, fid, real=()):
-    """The table: rows as in the paper, one column a file; the best of ours (columns of `real` images aside), and of the paper's, in bold."""
+    """The table: rows as in the paper, one column a file; the best of ours (but for `real` images), and of the paper's, in bold."""
     lines = ["| | | " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * len(columns)]
     for key, (title, digits, best) in ROWS.items():
         cells = {name: numbers[key] for name, numbers in columns.items() if key in numbers}
@@ -522,7 +522,8 @@ def markdown(columns, fid, real=()):
             continue
         texts = []
         for name, cell in ((name, cells.get(name)) for name in columns):
-            rivals = [round(v["value"], digits) for other, v in cells.items() if cell and not {name, other} & set(real) and ("n" in v) == ("n" in cell)]
+            rivals = [round(v["value"], digits) for other, v in cells.items()
+                      if cell and not {name, other} & set(real) and ("n" in v) == ("n" in cell)]
             text = f"{cell['value']:.{digits if 'n' in cell else 2}f}" if cell else "–"
             text = f"**{text}**" if best and len(rivals) > 1 and best(rivals) == round(cell["value"], digits) else text
             texts.append(text + (f" ± {cell['deviation']:.2f}" if cell and "deviation" in cell else ""))
@@ -615,7 +616,7 @@ def main():
         write_whole(args.save_stats, npz_bytes(mu=mu.numpy(), sigma=cov.numpy()))
     save_grid(out / "side-by-side.png", [images[:20] for images, _ in samples.values()], list(samples))
     report(files, evaluation, out)
-    labelled = [name for name in files if samples[name][1] is not None and files[name]["recipe"].get("split") != "test"]  # CAS is measured on those
+    labelled = [name for name, file in files.items() if samples[name][1] is not None and file["recipe"].get("split") != "test"]
     if "cas" in evaluation.metrics and labelled:
         say(f"CAS: {len(labelled) + 1} trainings of {args.cas_model}, {args.cas_steps} steps; {out}/evaluation.md has the rest")
         real = evaluation.cas(*evaluation.images()[:2])

@@ -49,7 +49,7 @@ def group_norm(channels):
 
 
 def fir_filter(x, resample):
-    """The separable (1, 3, 3, 1) filter, StyleGAN2's padding; "down" and "up" change the size by two, "same" pads for a 3×3 convolution of stride 2."""
+    """The separable (1, 3, 3, 1) filter with StyleGAN2's padding; "same" pads for a 3×3 convolution of stride 2."""
     tap = torch.tensor([1.0, 3.0, 3.0, 1.0], device=x.device, dtype=x.dtype) / 8
     kernel = (tap[:, None] * tap).expand(x.shape[1], 1, 4, 4)
     if resample == "up":
@@ -397,7 +397,8 @@ def load_checkpoint(path, device="cpu"):
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except Exception as error:  # a damaged or hostile file can fail in any way; none of them runs code
-        raise UserError(f"{path}: not a readable checkpoint, perhaps cut off or damaged ({type(error).__name__}); delete it or get it again") from None
+        what = f"not a readable checkpoint, perhaps cut off or damaged ({type(error).__name__})"
+        raise UserError(f"{path}: {what}; delete it or get it again") from None
     if not whole:
         raise UserError(f"{path}: its checksum does not match, the file is damaged; delete it or get it again")
     return checkpoint

@@ -22,8 +22,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from models import UserError, checksum, fold_batchnorm, sigma_at, write_whole
 from train_classifier import likelihood_score, load_image_model
-from train_score import (CLASSES, Parser, Progress, caught_signals, label, lock, mix, network_call, number, peers, process, read_npz, run, run_folder, say,
-                         set_up, shared_flags, spread)
+from train_score import (CLASSES, Parser, Progress, caught_signals, label, lock, mix, network_call, number, peers, process, read_npz, run,
+                         run_folder, say, set_up, shared_flags, spread)
 
 GUIDANCE = {  # the classifier it takes, its own α, re-normalised or not
     "none": (None, 1.0, False),
@@ -32,6 +32,8 @@ GUIDANCE = {  # the classifier it takes, its own α, re-normalised or not
     "dlsm": ("total", 1.0, False),
     "renorm": ("ce", 10.0, True),  # Eqs. A1 and A2
 }
+
+SAMPLERS = {"heun": ["churn"], "pc": ["snr", "corrector_steps", "per_sample"]}  # and the flags that are theirs alone
 
 # ---------------------------------------------------------------------------- method
 
@@ -56,7 +58,8 @@ def checked(value, step, sigma):
     """The score `value`, or an error that names step and σ where it is zero, infinite or NaN."""
     size = value.abs().amax()
     if not (math.isfinite(size) and size > 0):
-        raise UserError(f"the score is {'zero' if size == 0 else 'not finite'} at step {step}, σ = {sigma:.4g}; try a smaller --alpha or more --steps")
+        trouble = "zero" if size == 0 else "not finite"
+        raise UserError(f"the score is {trouble} at step {step}, σ = {sigma:.4g}; try a smaller --alpha or more --steps")
     return value
 
 
@@ -209,7 +212,7 @@ def chart(path, panels, columns=None):
         if named and panel.get("legend", True):  # in the upper corner that fewer points reach
             wide = max(font.getlength(name) for name, _ in named) + 34 * K
             tall = 17 * K * len(named) + 6 * K
-            corners = [(x0 + 6 * K, y0 + 6 * K), (x1 - wide - 6 * K, y0 + 6 * K), (x0 + 6 * K, y1 - tall - 6 * K), (x1 - wide - 6 * K, y1 - tall - 6 * K)]
+            corners = [(a, b) for b in (y0 + 6 * K, y1 - tall - 6 * K) for a in (x0 + 6 * K, x1 - wide - 6 * K)]
             dots = [(place(a, 0), place(b, 1)) for v in lines for a, b in zip(v[1], v[2]) if math.isfinite(b)]
             a, b = min(corners, key=lambda c: sum(c[0] <= p <= c[0] + wide and c[1] <= q <= c[1] + tall for p, q in dots))
             pen.rectangle([a, b, a + wide, b + tall], "#ffffffd8")
@@ -286,7 +289,8 @@ def calibrated(folder, name, device):
     except FileNotFoundError:
         raise UserError(f"--alpha auto: {path} is missing; python train_classifier.py --diagnose makes it") from None
     except Exception:
-        raise UserError(f"--alpha auto: {path} is damaged or does not know {name}; python train_classifier.py --diagnose makes it anew") from None
+        cure = "python train_classifier.py --diagnose makes it anew"
+        raise UserError(f"--alpha auto: {path} is damaged or does not know {name}; {cure}") from None
 
     def alpha(sigma):
         return torch.as_tensor(np.interp(sigma.log().double().cpu().numpy(), *table.T), dtype=sigma.dtype, device=device)
@@ -343,7 +347,8 @@ def sample(path, recipe, score_for, shape, device, restart, progress):
                 else:
                     x = pc_sampler(score_for(y, b), x, sigmas, recipe["snr"], recipe["corrector_steps"], recipe["per_sample"], noise)
                 if not x.isfinite().all():
-                    raise UserError(f"the images are not finite after step {recipe['steps'] - 1}, σ = {recipe['sigma_min']:.4g}; try a smaller --alpha or more --steps")
+                    where = f"step {recipe['steps'] - 1}, σ = {recipe['sigma_min']:.4g}"
+                    raise UserError(f"the images are not finite after {where}; try a smaller --alpha or more --steps")
                 write_whole(shard, npz_bytes(images=to_uint8(x).permute(0, 2, 3, 1).numpy(), labels=y.cpu().numpy()))
             progress(min(first + batch, n))
             if stop:
@@ -352,17 +357,21 @@ def sample(path, recipe, score_for, shape, device, restart, progress):
     if world > 1:
         with peers():
             dist.barrier()
-    parts = [read_batch(shards / f"{b:06d}.npz", labels[first : first + batch], shape) for b, first in enumerate(firsts)] if rank == 0 else []
+    if rank:
+        return None, labels
+    parts = [read_batch(shards / f"{b:06d}.npz", labels[first : first + batch], shape) for b, first in enumerate(firsts)]
     if any(part is None for part in parts):
         raise UserError(f"{shards}: a batch is gone or damaged; the same command draws it again")
-    return np.concatenate(parts) if parts else None, labels
+    return np.concatenate(parts), labels
 
 
 def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser, None)
-    parser.flag("--guidance", "dlsm", "none, base (L_CE), scaling (L_CE, α = 10), dlsm (L_Total: ours), renorm (L_CE re-normalised, α = 10)", choices=list(GUIDANCE))
-    parser.flag("--alpha", None, "guidance scale, a list of them (0.5,1,3), or auto: the scale --diagnose measured (default: the guidance's own)", parse_alphas)
+    parser.flag("--guidance", "dlsm", "none, base (L_CE), scaling (L_CE, α = 10), dlsm (L_Total: ours), renorm (L_CE re-normalised, "
+                "α = 10)", choices=list(GUIDANCE))
+    parser.flag("--alpha", None, "guidance scale, a list of them (0.5,1,3), or auto: the scale --diagnose measured (default: the "
+                "guidance's own)", parse_alphas)
     parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
     parser.flag("--classifier", None, "classifier checkpoint, ours or the authors' (default: runs/RUN/classifier-LOSS.pt)")
     parser.flag("--out", None, "folder of the output (default: runs/RUN)", pathlib.Path)
@@ -370,7 +379,7 @@ def make_parser():
     parser.flag("--n", None, "images in all, equally many a class (default: ten a class)", number(int, 1, 10**7))
     parser.flag("--classes", None, "only these classes, as 3,5 (default: all)", parse_classes)
     parser.flag("--batch", 100, "images a batch; part of the recipe", number(int, 1, 10**5))
-    parser.flag("--sampler", "heun", "heun (few steps) or pc (the paper's predictor-corrector)", choices=["heun", "pc"])
+    parser.flag("--sampler", "heun", "heun (few steps) or pc (the paper's predictor-corrector)", choices=list(SAMPLERS))
     parser.flag("--steps", None, "sampler steps (default: 40 for heun, 1000 for pc)", number(int, 2, 10**6))
     parser.flag("--churn", 0.4, "heun: fresh noise before each step; 0 is the probability-flow ODE", number(float, 0, 10))
     parser.flag("--snr", 0.16, "pc: signal-to-noise ratio of the Langevin steps", number(float, 1e-6, 10))
@@ -385,9 +394,10 @@ def make_parser():
 
 def main():
     args = make_parser().parse_args()
-    for flag, sampler in (("churn", "heun"), ("snr", "pc"), ("corrector_steps", "pc"), ("per_sample", "pc")):
-        if args.sampler != sampler and getattr(args, flag) != make_parser().get_default(flag):
-            raise UserError(f"--{flag.replace('_', '-')} with --sampler {args.sampler}: has no effect there; leave it out, or choose --sampler {sampler}")
+    for sampler, key in ((sampler, key) for sampler, keys in SAMPLERS.items() for key in keys if sampler != args.sampler):
+        if getattr(args, key) != make_parser().get_default(key):
+            flag = key.replace("_", "-")
+            raise UserError(f"--{flag} with --sampler {args.sampler}: has no effect there; leave it out, or choose --sampler {sampler}")
     if args.alpha and args.guidance == "none":
         raise UserError("--alpha with --guidance none: there is nothing to scale; leave one of them out")
     device = set_up(args)
@@ -407,10 +417,11 @@ def main():
     shape = (config["channels"], config["image_size"], config["image_size"])
     classifier, classes = None, settings.get("classes") or CLASSES.get(settings["data"], [])
     if loss:
-        classifier, classifier_path = model(args.classifier, f"classifier-{loss}.pt", "classifier", f"python train_classifier.py --loss {loss} {where}")
-        if classifier.config["channels"] != shape[0]:
-            raise UserError(f"{classifier_path}: takes {classifier.config['channels']} channels, the score model {shape[0]}; they must be of the same data")
-        total = classifier.config["classes"]
+        maker = f"python train_classifier.py --loss {loss} {where}"
+        classifier, classifier_path = model(args.classifier, f"classifier-{loss}.pt", "classifier", maker)
+        channels, total = classifier.config["channels"], classifier.config["classes"]
+        if channels != shape[0]:
+            raise UserError(f"{classifier_path}: takes {channels} channels, the score model {shape[0]}; they must be of the same data")
         classes = classes if len(classes) == total else [str(i) for i in range(total)]
     chosen = args.classes or list(range(len(classes) if classes else 10))
     if classes and max(chosen) >= len(classes) or len(set(chosen)) < len(chosen):
@@ -419,29 +430,20 @@ def main():
     if n % len(chosen):
         raise UserError(f"--n {n}: not a multiple of the {len(chosen)} classes; {n - n % len(chosen) + len(chosen)} is")
     steps = args.steps or (40 if args.sampler == "heun" else 1000)
-    call = network_call(score_net, args.amp, args.compile, device)
+    call, guide = network_call(score_net, args.amp, args.compile, device), classifier and fold_batchnorm(classifier)
     for alpha in args.alpha or [own_alpha]:
-        name = f"samples-{args.guidance}" + (f"-a{alpha:g}" if alpha not in ("auto", own_alpha) else "-aauto" * (alpha == "auto")) + (f"-{args.tag}" if args.tag else "")
+        ends = [f"-a{alpha}" if alpha == "auto" else f"-a{alpha:g}" if alpha != own_alpha else "", f"-{args.tag}" if args.tag else ""]
+        name = f"samples-{args.guidance}{''.join(ends)}"
         path, strip = out / f"{name}.npz", out / f"{name}-strip.png"
-        recipe = dict(guidance=args.guidance, alpha=alpha, renormalize=renormalize, n=n, classes=chosen, seed=args.seed, batch=args.batch, sampler=args.sampler, steps=steps,
-                      sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"], amp=args.amp, score=checksum(score_net.state_dict())[:16],
-                      classifier=classifier and checksum(classifier.state_dict())[:16], data=settings["data"], size=shape[1])
-        recipe.update(dict(churn=args.churn) if args.sampler == "heun" else dict(snr=args.snr, corrector_steps=args.corrector_steps, per_sample=args.per_sample))
+        recipe = dict(
+            guidance=args.guidance, alpha=alpha, renormalize=renormalize, n=n, classes=chosen, seed=args.seed, batch=args.batch,
+            sampler=args.sampler, steps=steps, sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"], amp=args.amp,
+            score=checksum(score_net.state_dict())[:16], classifier=classifier and checksum(classifier.state_dict())[:16],
+            data=settings["data"], size=shape[1], **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})
         scale = alpha
-        if alpha == "auto" and loss:
+        if alpha == "auto":
             scale, recipe["alpha_sha"] = calibrated(folder, classifier_path.stem, device)
-        guide = classifier and fold_batchnorm(classifier)
-        if path.exists() and not args.restart:
-            found = read_npz(path)
-            made = parse_recipe(path, found.get("recipe", "{}"))
-            different = [key for key in recipe if made.get(key) != recipe[key]]
-            if different:
-                raise UserError(f"{path} was made with {different[0]} = {made.get(different[0])}, not {recipe[different[0]]}; --tag T keeps both, --restart starts over")
-            if found.get("images", np.empty(0)).shape != (n, *shape[1:], shape[0]):
-                raise UserError(f"{path}: does not hold the {n} images of its recipe, the file is damaged; --restart draws them anew")
-            if process()[0] == 0 and path.with_suffix(".parts").exists():  # it was stopped before it could clear away
-                with lock(path):
-                    shutil.rmtree(path.with_suffix(".parts"), ignore_errors=True)
+        if not args.restart and finished(path, recipe, shape):
             say(f"{path}: finished already ({n} images); --restart starts over")
             continue
         frames, counts, levels = [], dict(evaluations=0, batches=0), sigma_grid(12, settings["sigma_min"], settings["sigma_max"], 7)[:-1]
@@ -457,11 +459,29 @@ def main():
             images, labels = sample(path, recipe, score_for, shape, device, args.restart, Progress(n, 0, f"{name}: image"))
             if process()[0]:
                 continue
+            names = [classes[c] for c in chosen] if classes else None
             if frames:
-                save_grid(strip, [[to_uint8(f[i]) for f in frames] for i in range(len(frames[0]))], [classes[c] for c in chosen][: len(frames[0])] if classes else None)
-            finish(path, images, labels, recipe, [classes[c] for c in chosen] if classes else None, args.png)
+                save_grid(strip, [[to_uint8(f[i]) for f in frames] for i in range(len(frames[0]))], names and names[: len(frames[0])])
+            finish(path, images, labels, recipe, names, args.png)
         each = counts["evaluations"] // max(1, counts["batches"])
         say(f"{path}: {n} images" + f", {each} score{' and classifier' * bool(loss)} evaluations an image" * (each > 0))
+
+
+def finished(path, recipe, shape):
+    """Whether `path` holds the samples of this recipe already; an error where it holds others."""
+    if not path.exists():
+        return False
+    found = read_npz(path)
+    made = parse_recipe(path, found.get("recipe", "{}"))
+    for key, value in recipe.items():
+        if made.get(key) != value:
+            raise UserError(f"{path} was made with {key} = {made.get(key)}, not {value}; --tag T keeps both, --restart starts over")
+    if found.get("images", np.empty(0)).shape != (recipe["n"], *shape[1:], shape[0]):
+        raise UserError(f"{path}: does not hold the {recipe['n']} images of its recipe, the file is damaged; --restart draws them anew")
+    if process()[0] == 0 and path.with_suffix(".parts").exists():  # it was stopped before it could clear away
+        with lock(path):
+            shutil.rmtree(path.with_suffix(".parts"), ignore_errors=True)
+    return True
 
 
 def finish(path, images, labels, recipe, names, png):
@@ -469,8 +489,8 @@ def finish(path, images, labels, recipe, names, png):
     arrays = dict(images=images, recipe=np.array(json.dumps(recipe)))
     if recipe["guidance"] != "none":
         arrays["labels"] = labels
-    pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
-    save_grid(path.with_suffix(".png"), [pixels[labels == c][:16] for c in recipe["classes"]], names if recipe["guidance"] != "none" else None)
+    pixels, shown = torch.from_numpy(images).permute(0, 3, 1, 2), names if recipe["guidance"] != "none" else None
+    save_grid(path.with_suffix(".png"), [pixels[labels == c][:16] for c in recipe["classes"]], shown)
     if png:
         for i, (image, y) in enumerate(zip(images, labels)):
             name = names[recipe["classes"].index(y)] if names else str(y)

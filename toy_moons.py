@@ -322,7 +322,8 @@ def draw_figure5(path, out, joins, seeds):
         top = 1.2 * max(max(line[2]) for line in D_L)
         panels.append(dict(title=f"{join}: score error", x="training step", y="mean D_L at sigma = 7.5", lines=D_L, y_range=(0, top)))
         low, high = min(min(line[2]) for line in CE), max(max(line[2]) for line in CE)  # logarithmic: DLSM' alone may run away
-        panels.append(dict(title=f"{join}: cross entropy", x="training step", y="cross entropy, all sigma", lines=CE, log_y=True, y_range=(low / 1.5, 4 * high)))
+        panels.append(dict(title=f"{join}: cross entropy", x="training step", y="cross entropy, all sigma", lines=CE, log_y=True,
+                           y_range=(low / 1.5, 4 * high)))
     chart(path, panels, columns=2)
 
 

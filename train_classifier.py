@@ -15,16 +15,19 @@ import torch
 import torch.nn.functional as F
 
 from models import NCSNpp, NoisyResNet, UserError, checksum, load_model, sigma_at, write_whole
-from train_score import (Parser, fit, from_preset, image_draw, load_images, lock, mix, network_call, number, process, run, run_folder, say, set_up,
-                         shared_flags, spread)
+from train_score import (Parser, fit, from_preset, image_draw, introduce, load_images, lock, mix, network_call, number, process, run, run_folder,
+                         say, set_up, shared_flags, spread)
 
 PRESETS = {  # `over`: DLSM' as the mean over pixels, or their sum, beside λ times the cross-entropy
     # What the authors ran (Appendix A.6.3 and their code): ResNet-18, -34 for 100 classes, no flips, no EMA.
-    "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", steps=60_000, batch=100, lr=2e-4, cosine=False, lam=1.0, power=0.0, over="mean"),
-    # One GPU, hours: the same network, its input scaled, smooth, its learning rate decaying; DLSM' weighted as the divergence it is (see `carried`).
-    "lite": dict(depth=18, width=64, norm="batch", scaled=True, act="silu", steps=60_000, batch=100, lr=2e-4, cosine=True, lam=1.0, power=2.0, over="sum"),
+    "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", lam=1.0, power=0.0, over="mean",
+                  steps=60_000, batch=100, lr=2e-4, cosine=False),
+    # One GPU, hours: the same network, its input scaled, smooth; its learning rate decays; DLSM' weighs as the divergence it is (see `carried`).
+    "lite": dict(depth=18, width=64, norm="batch", scaled=True, act="silu", lam=1.0, power=2.0, over="sum",
+                 steps=60_000, batch=100, lr=2e-4, cosine=True),
     # A CPU, minutes.
-    "tiny": dict(depth=18, width=16, norm="batch", scaled=True, act="silu", steps=2_000, batch=100, lr=1e-3, cosine=True, lam=1.0, power=2.0, over="sum"),
+    "tiny": dict(depth=18, width=16, norm="batch", scaled=True, act="silu", lam=1.0, power=2.0, over="sum",
+                 steps=2_000, batch=100, lr=1e-3, cosine=True),
 }
 
 # ---------------------------------------------------------------------------- method
@@ -90,14 +93,16 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
                 residual = -z / spread(sigma, x) - score_net(noisy, sigma)  # t − s
             g, log_p = likelihood_score(classifier, noisy, sigma, y, with_log_p=True)
             inner, square = (sigma**2 * (g * v).flatten(1).sum(1) for v in (residual, g))
-            rows.append(torch.stack([(log_p.argmax(1) == y).float(), F.nll_loss(log_p, y, reduction="none"), 2 * inner - square, inner, square], 1).detach().double().cpu())
-        rows = torch.cat(rows)
+            right, ce = (log_p.argmax(1) == y).float(), F.nll_loss(log_p, y, reduction="none")
+            rows.append(torch.stack([right, ce, 2 * inner - square, inner, square], 1).detach().cpu())
+        rows = torch.cat(rows).double()
         mean, se = rows.mean(0), rows.std(0) / len(rows) ** 0.5
         accuracy, ce, gain, inner, square = mean.tolist()
         alpha = inner / square if square > 0 else 0.0
         alpha_se = ((rows[:, 3] - alpha * rows[:, 4]).std() / len(rows) ** 0.5 / max(square, 1e-30)).item()  # of a ratio, to first order
-        table.append(dict(sigma=sigma_at((b + 0.5) / bins, sigma_min, sigma_max), n=len(rows), accuracy=accuracy, accuracy_se=se[0].item(), ce=ce, ce_se=se[1].item(),
-                          gain=gain, gain_se=se[2].item(), alpha=alpha, alpha_se=alpha_se))
+        table.append(dict(
+            sigma=sigma_at((b + 0.5) / bins, sigma_min, sigma_max), n=len(rows), accuracy=accuracy, accuracy_se=se[0].item(),
+            ce=ce, ce_se=se[1].item(), gain=gain, gain_se=se[2].item(), alpha=alpha, alpha_se=alpha_se))
     return table
 
 
@@ -116,7 +121,8 @@ def load_image_model(path, device, kind):
     net = load_model(path, device, kind)
     settings = net.about["settings"] if isinstance(net.about["settings"], dict) else {}
     low, high = (settings.get(key) for key in ("sigma_min", "sigma_max"))
-    if not isinstance(net, NCSNpp if kind == "score" else NoisyResNet) or not (isinstance(low, float) and isinstance(high, float) and 0 < low < high < math.inf):
+    levels = isinstance(low, float) and isinstance(high, float) and 0 < low < high < math.inf
+    if not levels or not isinstance(net, NCSNpp if kind == "score" else NoisyResNet):
         raise UserError(f"{path}: is a {kind} checkpoint of {type(net).__name__}, but not one for images")
     return net
 
@@ -135,18 +141,23 @@ def diagnose_run(folder, score_net, images, labels, device):
         classes = classifier.config["classes"]
         tables[file.stem] = diagnose(classifier, score_net, images, labels, settings["sigma_min"], settings["sigma_max"], device=device)
     print(f"\n{len(images)} held-out images a noise level; ± is the standard error\n")
-    print("| σ | " + " | ".join(f"{name.removeprefix('classifier-')}: accuracy, CE, gain, α*" for name in tables) + " |\n" + "| --- " * (len(tables) + 1) + "|")
+    print("| σ | " + " | ".join(f"{name.removeprefix('classifier-')}: accuracy, CE, gain, α*" for name in tables) + " |")
+    print("| --- " * (len(tables) + 1) + "|")
     for rows in zip(*tables.values()):
-        cells = (f"{r['accuracy']:.3f}, {r['ce']:.3f}, {r['gain']:.3f} ± {r['gain_se']:.3f}, {r['alpha']:.2f} ± {r['alpha_se']:.2f}" for r in rows)
+        cells = ("{accuracy:.3f}, {ce:.3f}, {gain:.3f} ± {gain_se:.3f}, {alpha:.2f} ± {alpha_se:.2f}".format(**row) for row in rows)
         print(f"| {rows[0]['sigma']:.3g} | " + " | ".join(cells) + " |")
     sums = (carried(rows, settings["sigma_min"], settings["sigma_max"]) for rows in tables.values())
     print("| all, in nats | " + " | ".join(f"{nats:.3f} ± {se:.3f} of {math.log(classes):.3f}" for nats, se in sums) + " |")
     write_whole(folder / "diagnose.json", json.dumps({**tables, "checksum": checksum(tables)}, indent=1).encode())
-    titles = dict(accuracy="Accuracy", ce="Cross-entropy", gain="Gain of the likelihood score (larger is better)", alpha="Best guidance scale (1 is right)")
+    titles = dict(accuracy="Accuracy", ce="Cross-entropy", gain="Gain of the likelihood score (larger is better)",
+                  alpha="Best guidance scale (1 is right)")
+
+    def line(name, rows, key):  # with a band of two standard errors
+        points = ((r["sigma"], r[key], r[key] - 2 * r[f"{key}_se"], r[key] + 2 * r[f"{key}_se"]) for r in rows)
+        return name.removeprefix("classifier-"), *zip(*points)
+
     chart(folder / "diagnose.png", [
-        dict(title=title, x="noise level sigma", y=key, log_x=True, lines=[
-            (name.removeprefix("classifier-"), *zip(*((r["sigma"], r[key], r[key] - 2 * r[f"{key}_se"], r[key] + 2 * r[f"{key}_se"]) for r in rows)))
-            for name, rows in tables.items()])
+        dict(title=title, x="noise level sigma", y=key, log_x=True, lines=[line(*item, key) for item in tables.items()])
         for key, title in titles.items()], columns=2)
     print(f"\n{folder}/diagnose.json and diagnose.png")
 
@@ -155,7 +166,8 @@ def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser, PRESETS)
     parser.flag("--loss", "total", "ce (the base method), dlsm (DLSM' alone) or total (L_DLSM' + λ L_CE)", choices=["ce", "dlsm", "total"])
-    parser.flag("--lam", None, "λ, the weight of the cross-entropy in L_Total, beside DLSM' summed over pixels (lite, tiny) or its mean (paper) (default: the preset's)", number(float, 0, 1e6))
+    parser.flag("--lam", None, "λ, the weight of the cross-entropy in L_Total, beside DLSM' summed over pixels (lite, tiny) or its mean "
+                "(paper) (default: the preset's)", number(float, 0, 1e6))
     parser.flag("--power", None, "DLSM' is weighted with σ^POWER (default: the preset's; 0 is the paper's)", number(float, -4, 4))
     parser.flag("--norm", None, "normalisation: batch (the paper's) or group (default: the preset's)", choices=["batch", "group"])
     parser.flag("--act", None, "activation: relu (the paper's) or silu, which is smooth (default: the preset's)", choices=["relu", "silu"])
@@ -187,7 +199,8 @@ def main():
     held_images, held_labels, _ = load_images(args.data, "test", args.size, args.root)
     shape = (score_net.config["channels"], score_net.config["image_size"])
     if (images.shape[1], images.shape[3]) != shape:
-        raise UserError(f"{score_path} is for {shape[0]}×{shape[1]}×{shape[1]} images, --data {args.data} has {tuple(images.shape[1:])}; see --size")
+        wanted = f"{shape[0]}×{shape[1]}×{shape[1]}"
+        raise UserError(f"{score_path} is for {wanted} images, --data {args.data} has {tuple(images.shape[1:])}; see --size")
     score_call = network_call(score_net, args.amp, False, device)
     if args.diagnose:
         if process()[0] == 0:
@@ -197,10 +210,12 @@ def main():
     if args.preset == "paper" and args.depth is None and len(names) == 100:
         preset["depth"] = 34
     torch.manual_seed(mix(args.seed, "weights"))
-    net = NoisyResNet(preset["depth"], len(names), preset["width"], images.shape[1], preset["norm"], preset["scaled"], preset["act"]).to(device)
-    settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1], sigma_min=about["sigma_min"], sigma_max=about["sigma_max"],
-                    loss=args.loss, score_sha=checksum(score_net.state_dict())[:16], seed=args.seed, amp=args.amp, config=net.config,
-                    **{key: preset[key] for key in ("batch", "lr", "cosine")})
+    net = NoisyResNet(classes=len(names), channels=images.shape[1], **{key: preset[key] for key in ("depth", "width", "norm", "scaled", "act")})
+    net = net.to(device)
+    settings = dict(
+        data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1], sigma_min=about["sigma_min"],
+        sigma_max=about["sigma_max"], loss=args.loss, score_sha=checksum(score_net.state_dict())[:16], seed=args.seed, amp=args.amp,
+        config=net.config, **{key: preset[key] for key in ("batch", "lr", "cosine")})
     if args.loss != "ce":
         settings["power"] = preset["power"]
     if args.loss == "total":
@@ -211,18 +226,20 @@ def main():
                   dlsm=lambda x, sigma, y, z: dlsm_loss(net, score_call, x, sigma, y, z, preset["power"]),
                   total=lambda x, sigma, y, z: total_loss(net, score_call, x, sigma, y, z, lam, preset["power"]))
     path = folder / f"classifier-{args.loss}{f'-{args.tag}' if args.tag else ''}.pt"
-    say(f"{path}: {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M parameters, {len(images)} images {tuple(images.shape[1:])}, {len(names)} classes, on {device}")
+    introduce(path, net, images, f"{len(names)} classes, on {device}")
 
     def inspect(step, ema):
         net.eval()
         few = max(args.diagnose_n // 8, 2)  # a standard error needs two
         table = diagnose(net, score_call, held_images[:few], held_labels[:few], about["sigma_min"], about["sigma_max"], device=device)
-        say(f"\nstep {step}, held out: accuracy and gain at σ = " + ", ".join(f"{r['sigma']:.2g}: {r['accuracy']:.2f} {r['gain']:.2f}" for r in table[1::2]))
+        shown = ", ".join(f"{r['sigma']:.2g}: {r['accuracy']:.2f} {r['gain']:.2f}" for r in table[1::2])
+        say(f"\nstep {step}, held out: accuracy and gain at σ = {shown}")
         return dict(diagnosis=table)
 
-    fit(net, image_draw(images, labels, preset["batch"], args.seed, about["sigma_min"], about["sigma_max"], flip=False), losses[args.loss],
-        path, "classifier", settings, steps=preset["steps"], lr=preset["lr"], cosine=preset["cosine"], warmup=1000 if len(names) == 100 else 0, clip=1.0,
-        seed=args.seed, device=device, save_every=args.save_every, every=args.diagnose_every, inspect=inspect, restart=args.restart)
+    draw = image_draw(images, labels, preset["batch"], args.seed, about["sigma_min"], about["sigma_max"], flip=False)
+    fit(net, draw, losses[args.loss], path, "classifier", settings, steps=preset["steps"], lr=preset["lr"], cosine=preset["cosine"],
+        warmup=1000 if len(names) == 100 else 0, clip=1.0, seed=args.seed, device=device, save_every=args.save_every,
+        every=args.diagnose_every, inspect=inspect, restart=args.restart)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
     average = EMA(net, ema) if ema else None
     optimizer = torch.optim.Adam(net.parameters(), lr=lr, fused=True)
     start, losses, log, stop = 0, [], [], []
-    reseed = torch.default_generator.manual_seed if torch.device(device).type == "cpu" else torch.manual_seed  # the latter takes 0.7 ms on a CPU
+    reseed = torch.manual_seed if torch.device(device).type != "cpu" else torch.default_generator.manual_seed  # which saves 0.7 ms
     with lock(path) if rank == 0 else contextlib.nullcontext():
         if path.exists() and not restart:
             start, log = resume(path, kind, net, settings, optimizer, average, device)
@@ -196,7 +196,7 @@ CLASSES = {
 
 
 def load_images(data, split="train", size=None, root="data"):
-    """→ images (N, C, H, W) uint8, labels (N,) int64, class names. `split` is train or test; where a set has no test split, a seeded tenth."""
+    """→ images (N, C, H, W) uint8, labels (N,) int64, class names. `split` is train or test: the set's own, else a seeded tenth."""
     path, names = pathlib.Path(data), CLASSES.get(data)
     if data in NAMED:
         path = pathlib.Path(root) / f"{data}.npz"
@@ -237,9 +237,11 @@ def check_images(path, found, prefix=""):
     if images.ndim != 4 or images.shape[3] not in (1, 3) or not images.size:
         raise UserError(f"{path}: images have shape {images.shape}; expected (N, H, W, C) with C 3 or 1")
     if images.dtype != np.uint8:
-        raise UserError(f"{path}: images are {images.dtype}; expected uint8, 0 to 255 (from [0, 1]: (255 * images).round().astype('uint8'))")
+        cure = "from [0, 1]: (255 * images).round().astype('uint8')"
+        raise UserError(f"{path}: images are {images.dtype}; expected uint8, 0 to 255 ({cure})")
     if labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= 2**31:
-        raise UserError(f"{path}: labels are {labels.dtype} {labels.shape} for {len(images)} images; expected whole numbers from 0, one an image")
+        found = f"{labels.dtype} {labels.shape} for {len(images)} images"
+        raise UserError(f"{path}: labels are {found}; expected whole numbers from 0, one an image")
     return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))), torch.from_numpy(labels.astype(np.int64))
 
 
@@ -319,8 +321,9 @@ def from_torchvision(data, root):
     try:
         sets = [getattr(import_torchvision().datasets, kind)(root, train=train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
-        raise UserError(f"--data {data}: cannot be downloaded ({str(error).splitlines()[0]}); put {files.format(root)}, or make {root}/{data}.npz "
-                        "with images, labels, test_images, test_labels; --data shapes needs no download") from None
+        why = str(error).splitlines()[0]
+        raise UserError(f"--data {data}: cannot be downloaded ({why}); put {files.format(root)}, or make {root}/{data}.npz with "
+                        "images, labels, test_images, test_labels; --data shapes needs no download") from None
     found = {}
     for prefix, part in zip(("", "test_"), sets):
         images = np.asarray(part.data)
@@ -359,7 +362,8 @@ def draw_shapes(n=12_000, test=2_000):
 
     shapes = [  # distances in units of r, below zero inside, in the order of CLASSES["shapes"]
         lambda u, v: torch.hypot(u, v) - 0.9, lambda u, v: (torch.hypot(u, v) - 0.75).abs() - 0.2,
-        lambda u, v: torch.maximum(torch.hypot(u, v) - 1, 0.8 - torch.hypot(u - 0.55, v)), lambda u, v: torch.maximum(torch.hypot(u, v) - 1, u - 0.1),
+        lambda u, v: torch.maximum(torch.hypot(u, v) - 1, 0.8 - torch.hypot(u - 0.55, v)),
+        lambda u, v: torch.maximum(torch.hypot(u, v) - 1, u - 0.1),
         lambda u, v: box(u, v, 1.1, 0.25), triangle, lambda u, v: box(u, v, 0.75, 0.75), lambda u, v: (box(u, v, 0.68, 0.68)).abs() - 0.17,
         star, lambda u, v: torch.minimum(box(u, v, 1, 0.3), box(u, v, 0.3, 1))]
     inside = torch.empty(n, 1, 32, 32)
@@ -400,7 +404,7 @@ def peers():
 
 
 def add_gradients(net, value, stop):
-    """Sums the gradients and the loss of all processes → the loss, and the signal that one of them caught, so that all stop at the same step."""
+    """Sums gradients and loss over all processes → the loss, and the signal that one of them caught: all stop at the same step."""
     caught = stop[0] if stop else 0
     if process()[1] > 1:
         grads = [p.grad for p in net.parameters() if p.grad is not None]
@@ -445,7 +449,7 @@ def lock(path):
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
-        for end in (path.suffix, ".jsonl", ".png", "-samples.png", "-strip.png"):  # what a kill in write_whole left: nobody else writes these
+        for end in (path.suffix, ".jsonl", ".png", "-samples.png", "-strip.png"):  # what a kill in write_whole left
             for stale in path.parent.glob(f".{glob.escape(path.stem + end)}-????????"):
                 stale.unlink(missing_ok=True)
         yield
@@ -524,7 +528,8 @@ class Parser(argparse.ArgumentParser):
 
     def flag(self, name, default, help, type=str, **more):
         shown = "" if default is None or default is False else f" (default: {default})"
-        action = dict(action="store_true") if default is False else dict(type=filled(type) if type in (str, pathlib.Path) else type, default=default)
+        type = filled(type) if type in (str, pathlib.Path) else type
+        action = dict(action="store_true") if default is False else dict(type=type, default=default)
         self.add_argument(name, help=help + shown, **{**action, **more})
 
     def error(self, message):
@@ -601,8 +606,8 @@ def set_up(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
-    if getattr(args, "amp", False) and not (device.type == "cuda" and torch.cuda.is_bf16_supported()):
-        raise UserError(f"--amp: bfloat16 needs a CUDA device that has it, this is {device}; leave it out")  # on some CPUs it ends the process
+    if getattr(args, "amp", False) and not (device.type == "cuda" and torch.cuda.is_bf16_supported()):  # some CPUs end the process
+        raise UserError(f"--amp: bfloat16 needs a CUDA device that has it, this is {device}; leave it out")
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():  # torchrun ends all when one dies; who waits for a slow one may wait long
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
     return device
@@ -642,6 +647,11 @@ def image_draw(images, labels, batch, seed, sigma_min, sigma_max, flip):
     return draw
 
 
+def introduce(path, net, images, more):
+    count = sum(p.numel() for p in net.parameters()) / 1e6
+    say(f"{path}: {count:.2f} M parameters, {len(images)} images {tuple(images.shape[1:])}, {more}")
+
+
 def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser, PRESETS)
@@ -660,10 +670,13 @@ def main():
     path = run_folder(args) / f"score{f'-{args.tag}' if args.tag else ''}.pt"
     flip = not args.no_flip and args.data != "fashion"
     torch.manual_seed(mix(args.seed, "weights"))
-    net = NCSNpp(images.shape[-1], images.shape[1], *(preset[key] for key in ("width", "mults", "blocks", "attention", "dropout", "edm"))).to(device)
-    settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1], sigma_min=0.01, sigma_max=args.sigma_max,
-                    flip=flip, seed=args.seed, amp=args.amp, config=net.config, **{key: preset[key] for key in ("batch", "lr", "warmup", "cosine", "ema")})
-    say(f"{path}: {sum(p.numel() for p in net.parameters()) / 1e6:.2f} M parameters, {len(images)} images {tuple(images.shape[1:])}, on {device}")
+    shape = {key: preset[key] for key in ("width", "mults", "blocks", "attention", "dropout", "edm")}
+    net = NCSNpp(images.shape[-1], images.shape[1], **shape).to(device)
+    settings = dict(
+        data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1], sigma_min=0.01,
+        sigma_max=args.sigma_max, flip=flip, seed=args.seed, amp=args.amp, config=net.config,
+        **{key: preset[key] for key in ("batch", "lr", "warmup", "cosine", "ema")})
+    introduce(path, net, images, f"on {device}")
     call = network_call(net, args.amp, args.compile, device)
 
     def pictures(step, ema):
@@ -682,9 +695,10 @@ def main():
                 return
         save_grid(path.with_name(path.stem + "-samples.png"), list((255 * x.clamp(0, 1)).round().to(torch.uint8).split(8)))
 
-    fit(net, image_draw(images, labels, preset["batch"], args.seed, 0.01, args.sigma_max, flip), lambda x, sigma, y, z: dsm_loss(call, x, sigma, z),
-        path, "score", settings, steps=preset["steps"], lr=preset["lr"], warmup=preset["warmup"], cosine=preset["cosine"], clip=1.0,
-        ema=preset["ema"], seed=args.seed, device=device, save_every=args.save_every, every=args.sample_every, inspect=pictures if args.sample_every else None, restart=args.restart)
+    draw = image_draw(images, labels, preset["batch"], args.seed, 0.01, args.sigma_max, flip)
+    fit(net, draw, lambda x, sigma, y, z: dsm_loss(call, x, sigma, z), path, "score", settings, steps=preset["steps"], lr=preset["lr"],
+        warmup=preset["warmup"], cosine=preset["cosine"], clip=1.0, ema=preset["ema"], seed=args.seed, device=device,
+        save_every=args.save_every, every=args.sample_every, inspect=pictures if args.sample_every else None, restart=args.restart)
 
 
 if __name__ == "__main__":
