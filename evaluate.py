@@ -606,7 +606,8 @@ def main():
         else:
             images, labels, recipe = read_samples(path, names)
         name = path.stem.removeprefix("samples-")
-        name = f"{path.absolute().parent.name}-{name}" if name in files else name
+        while name in files:
+            name = f"{path.absolute().parent.name}-{name}"
         samples[name] = evaluation.check(path, images, labels)
         files[name] = dict(path=str(path), n=len(images), recipe=recipe)
     for name, file in files.items():

@@ -50,7 +50,7 @@ def group_norm(channels):
 
 def fir_filter(x, resample):
     """The separable (1, 3, 3, 1) filter with StyleGAN2's padding; "same" pads for a 3×3 convolution of stride 2."""
-    tap = torch.tensor([1.0, 3.0, 3.0, 1.0], device=x.device, dtype=x.dtype) / 8
+    tap = (4 - (2 * torch.arange(4, device=x.device, dtype=x.dtype) - 3).abs()) / 8  # made where x is: a GPU need not wait for it
     kernel = (tap[:, None] * tap).expand(x.shape[1], 1, 4, 4)
     if resample == "up":
         return F.conv_transpose2d(x, 4 * kernel, stride=2, padding=1, groups=x.shape[1])
@@ -414,7 +414,7 @@ def load_model(path, device="cpu", kind=None):
 
     `net.about` is the checkpoint's header: kind ("score" or "classifier"), settings (with σ_min and σ_max), step.
     """
-    checkpoint = load_checkpoint(path, device)
+    checkpoint = load_checkpoint(path)
     if "model" in checkpoint:
         net, about = _released(path, checkpoint)
     else:

@@ -270,7 +270,7 @@ def npz_bytes(**arrays):
 def parse_alphas(text):
     """'3' or '0.5,1,3' or 'auto' → a list of numbers, or of 'auto'."""
     check = number(float, 0, 1e4)
-    return [item if item == "auto" else check(item) for item in text.split(",")]
+    return list(dict.fromkeys(item if item == "auto" else check(item) for item in text.split(",")))
 
 
 def parse_classes(text):
@@ -278,22 +278,22 @@ def parse_classes(text):
     return [check(item) for item in text.split(",")]
 
 
-def calibrated(folder, name, device):
-    """α*(σ) of a classifier, as train_classifier.py --diagnose measured it: linear in log σ, never below 0."""
+def calibrated(folder, name, weights, device):
+    """α*(σ) of a classifier, as train_classifier.py --diagnose measured it on these weights: linear in log σ, never below 0."""
     path = folder / "diagnose.json"
     try:
         tables = json.loads(path.read_text())
-        if tables.pop("checksum") != checksum(tables):
+        if tables.pop("checksum") != checksum(tables) or tables.get("weights", {}).get(name, weights) != weights:
             raise ValueError
         table = np.array([[math.log(row["sigma"]), max(row["alpha"], 0.0)] for row in tables[name]])
     except FileNotFoundError:
         raise UserError(f"--alpha auto: {path} is missing; python train_classifier.py --diagnose makes it") from None
     except Exception:
         cure = "python train_classifier.py --diagnose makes it anew"
-        raise UserError(f"--alpha auto: {path} is damaged or does not know {name}; {cure}") from None
+        raise UserError(f"--alpha auto: {path} is damaged or does not know this {name}; {cure}") from None
 
     def alpha(sigma):
-        return torch.as_tensor(np.interp(sigma.log().double().cpu().numpy(), *table.T), dtype=sigma.dtype, device=device)
+        return torch.as_tensor(np.interp(sigma.log().cpu().double().numpy(), *table.T), dtype=sigma.dtype, device=device)
 
     return alpha, checksum(table.tolist())[:16]
 
@@ -374,7 +374,7 @@ def make_parser():
                 "guidance's own)", parse_alphas)
     parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
     parser.flag("--classifier", None, "classifier checkpoint, ours or the authors' (default: runs/RUN/classifier-LOSS.pt)")
-    parser.flag("--out", None, "folder of the output (default: runs/RUN)", pathlib.Path)
+    parser.flag("--out", None, "folder of the output (default: that of the run)", pathlib.Path)
     parser.flag("--tag", None, "adds -TAG to the output's name, for variants", label)
     parser.flag("--n", None, "images in all, equally many a class (default: ten a class)", number(int, 1, 10**7))
     parser.flag("--classes", None, "only these classes, as 3,5 (default: all)", parse_classes)
@@ -402,7 +402,7 @@ def main():
         raise UserError("--alpha with --guidance none: there is nothing to scale; leave one of them out")
     device = set_up(args)
     folder = run_folder(args)
-    out = args.out or (pathlib.Path("runs") / folder.name)
+    out = args.out or folder
     loss, own_alpha, renormalize = GUIDANCE[args.guidance]
 
     def model(given, default, kind, command):
@@ -442,7 +442,7 @@ def main():
             data=settings["data"], size=shape[1], **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})
         scale = alpha
         if alpha == "auto":
-            scale, recipe["alpha_sha"] = calibrated(folder, classifier_path.stem, device)
+            scale, recipe["alpha_sha"] = calibrated(folder, classifier_path.stem, recipe["classifier"], device)
         if not args.restart and finished(path, recipe, shape):
             say(f"{path}: finished already ({n} images); --restart starts over")
             continue

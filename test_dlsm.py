@@ -470,6 +470,8 @@ def test_images_from_npz_folder_and_a_held_out_tenth(tmp_path):
     assert train[0].shape == (36, 1, 12, 12) and test[0].shape == (4, 1, 12, 12) and train[2] == ["0", "1", "2", "3"]
     both = {bytes(x.numpy()) for x in torch.cat([train[0], test[0]])}
     assert both == {bytes(x) for x in images}
+    np.savez(tmp_path / "sorted.npz", images=np.tile(images, (5, 1, 1, 1)), labels=np.sort(np.arange(200) % 4))
+    assert set(load_images(str(tmp_path / "sorted.npz"), "test")[1][:8].tolist()) == {0, 1, 2, 3}  # the first are of all classes
     for i, (image, label) in enumerate(zip(images, labels)):
         (tmp_path / "tree" / f"class{label}").mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[..., 0]).save(tmp_path / "tree" / f"class{label}" / f"{i}.png")
@@ -579,10 +581,13 @@ def test_two_processes_take_the_path_of_one(shapes, trained, tmp_path):
         folder = tmp_path / str(processes)
         train_score(shapes, folder.parent, 5, "--run", f"{folder}/", processes=processes)
         train_classifier(shapes, folder.parent, 5, "total", "--norm", "group", "--run", f"{folder}/", "--score", trained / "runs" / "small" / "score.pt", processes=processes)
+    mixed = train_classifier(shapes, tmp_path, 1, "total", "--run", f"{tmp_path}/batch/", "--score", trained / "runs" / "small" / "score.pt", processes=2)
+    assert "BatchNorm sees a process's 8 images" in mixed
     for name in ("score.pt", "classifier-total.pt"):
         one, two = (load_checkpoint(tmp_path / n / name) for n in "12")
         for key, value in one["weights"].items():
             assert torch.allclose(value, two["weights"][key], atol=1e-4), key
+    assert "decayed towards step 5, from here towards 6" in train_score(shapes, tmp_path, 6, "--run", f"{tmp_path}/1/")
 
 
 def test_other_settings_are_an_error_and_tag_and_restart_are_the_ways_out(shapes, trained):
@@ -659,6 +664,12 @@ def test_diagnose_command_writes_table_picture_and_scales(trained, shapes):
     tables = json.loads((trained / "runs" / "small" / "diagnose.json").read_text())
     assert {"classifier-ce", "classifier-total"} <= set(tables) and len(tables["classifier-ce"]) == 10
     assert Image.open(trained / "runs" / "small" / "diagnose.png").size[0] > 800
+    folder, weights = trained / "runs" / "small", tables["weights"]["classifier-ce"]
+    alpha, _ = calibrated(folder, "classifier-ce", weights, "cpu")
+    middle = tables["classifier-ce"][4]
+    assert alpha(torch.tensor([middle["sigma"]])).item() == pytest.approx(max(middle["alpha"], 0), rel=1e-4)
+    with pytest.raises(UserError, match="does not know this classifier-ce"):
+        calibrated(folder, "classifier-ce", "of another training", "cpu")
 
 
 # ---------------------------------------------------------------------------- sampling, as a user runs it
@@ -1512,7 +1523,7 @@ def loaded(path):
 def resumed(path):
     net = ToyNet(2, widths=(8, 8), join="early")
     optimizer, average = torch.optim.Adam(net.parameters(), fused=True), EMA(net)
-    step, log = resume(path, "score", net, dict(seed=0), optimizer, average, "cpu")
+    step, log, _ = resume(path, "score", net, dict(seed=0), optimizer, average, "cpu")
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()  # moments that do not fit would fail only here
@@ -1523,7 +1534,7 @@ def test_spoilt_files_are_refused_or_harmless(toy, shapes, tmp_path):
     data, table = tmp_path / "data.npz", {"classifier-ce": [dict(sigma=s, alpha=a) for s, a in ((0.01, 1.5), (1.0, 0.7), (50.0, 0.1))]}
     shutil.copy(shapes, data)
     (tmp_path / "diagnose.json").write_text(json.dumps({**table, "checksum": checksum(table)}))
-    for path, read in ((toy, lambda: loaded(toy)), (toy, lambda: resumed(toy)), (tmp_path / "diagnose.json", lambda: calibrated(tmp_path, "classifier-ce", "cpu")[1]),
+    for path, read in ((toy, lambda: loaded(toy)), (toy, lambda: resumed(toy)), (tmp_path / "diagnose.json", lambda: calibrated(tmp_path, "classifier-ce", "", "cpu")[1]),
                        (data, lambda: checksum([load_images(str(data), split) for split in ("train", "test")]))):
         good = path.read_bytes()
         assert refusals(path, mutations(good, 200), read) > 120, path

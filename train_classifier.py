@@ -134,11 +134,11 @@ def diagnose_run(folder, score_net, images, labels, device):
     files = sorted(folder.glob("classifier-*.pt"))
     if not files:
         raise UserError(f"{folder}: has no classifier-*.pt; python train_classifier.py --loss ce makes one")
-    tables = {}
+    tables, weights = {}, {}
     for file in files:
         say(f"{file} ...")
         classifier = load_image_model(file, device, "classifier")
-        classes = classifier.config["classes"]
+        classes, weights[file.stem] = classifier.config["classes"], checksum(classifier.state_dict())[:16]
         tables[file.stem] = diagnose(classifier, score_net, images, labels, settings["sigma_min"], settings["sigma_max"], device=device)
     print(f"\n{len(images)} held-out images a noise level; ± is the standard error\n")
     print("| σ | " + " | ".join(f"{name.removeprefix('classifier-')}: accuracy, CE, gain, α*" for name in tables) + " |")
@@ -148,7 +148,8 @@ def diagnose_run(folder, score_net, images, labels, device):
         print(f"| {rows[0]['sigma']:.3g} | " + " | ".join(cells) + " |")
     sums = (carried(rows, settings["sigma_min"], settings["sigma_max"]) for rows in tables.values())
     print("| all, in nats | " + " | ".join(f"{nats:.3f} ± {se:.3f} of {math.log(classes):.3f}" for nats, se in sums) + " |")
-    write_whole(folder / "diagnose.json", json.dumps({**tables, "checksum": checksum(tables)}, indent=1).encode())
+    whole = dict(**tables, weights=weights)
+    write_whole(folder / "diagnose.json", json.dumps(dict(**whole, checksum=checksum(whole)), indent=1).encode())
     titles = dict(accuracy="Accuracy", ce="Cross-entropy", gain="Gain of the likelihood score (larger is better)",
                   alpha="Best guidance scale (1 is right)")
 
@@ -227,6 +228,8 @@ def main():
                   total=lambda x, sigma, y, z: total_loss(net, score_call, x, sigma, y, z, lam, preset["power"]))
     path = folder / f"classifier-{args.loss}{f'-{args.tag}' if args.tag else ''}.pt"
     introduce(path, net, images, f"{len(names)} classes, on {device}")
+    if process()[1] > 1 and preset["norm"] == "batch":
+        say(f"warning: BatchNorm sees a process's {preset['batch'] // process()[1]} images, not the whole batch; one process or --norm group does not")
 
     def inspect(step, ema):
         net.eval()

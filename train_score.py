@@ -76,8 +76,9 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
     """Adam on `loss(*draw(generator, step))`, from the checkpoint at `path` if there is one, to step `steps`.
 
     `draw` gives the whole batch, x and σ first, from a generator that depends on seed and step alone; every process
-    computes on its share and the gradients are summed. So a resumed run, on any number of processes, takes the same
-    path. (DistributedDataParallel could not differentiate twice.) `settings` must match those in the file.
+    computes on its share and the gradients are summed. So a resumed run takes the same path, and on any number of processes
+    too, but for what each has of its own: dropout masks, BatchNorm's statistics. (DistributedDataParallel could not
+    differentiate twice.) `settings` must match those in the file.
     `inspect(step, ema)` runs every `every` steps and at the end; what it returns is logged. → the EMA, or None
     """
     path = pathlib.Path(path)
@@ -88,11 +89,13 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
     reseed = torch.manual_seed if torch.device(device).type != "cpu" else torch.default_generator.manual_seed  # which saves 0.7 ms
     with lock(path) if rank == 0 else contextlib.nullcontext():
         if path.exists() and not restart:
-            start, log = resume(path, kind, net, settings, optimizer, average, device)
+            start, log, planned = resume(path, kind, net, settings, optimizer, average, device)
             if start >= steps:
                 quiet or say(f"{path}: finished already ({start} steps); --restart starts over")
                 return average
             quiet or say(f"{path}: continuing at step {start} of {steps}")
+            if cosine and planned != steps:
+                quiet or say(f"warning: its learning rate decayed towards step {planned}, from here towards {steps}; --restart starts over")
         progress = Progress(steps, start, "step", quiet)
 
         def save(step):
@@ -156,7 +159,7 @@ def fit(net, draw, loss, path, kind, settings, *, steps, lr, warmup=0, cosine=Fa
 
 
 def resume(path, kind, net, settings, optimizer, average, device):
-    """Fills network, optimizer and EMA from a checkpoint → its step and log; an error if it was made with other settings."""
+    """Fills network, optimizer and EMA from a checkpoint → its step, log and planned steps; an error if it was made with other settings."""
     checkpoint, parameters = load_checkpoint(path, device), list(net.parameters())
     cure = "--tag T writes elsewhere, --restart overwrites it"
     if checkpoint.get("kind") != kind or not isinstance(checkpoint.get("settings"), dict):
@@ -178,7 +181,7 @@ def resume(path, kind, net, settings, optimizer, average, device):
         raise UserError(f"{path}: holds no {kind} that fits this network ({type(error).__name__}); {cure}") from None
     if not fits or step < 1:
         raise UserError(f"{path}: its optimizer does not fit this network; {cure}")
-    return step, log
+    return step, log, checkpoint["settings"].get("steps")
 
 
 # ---------------------------------------------------------------------------- data
@@ -220,11 +223,15 @@ def load_images(data, split="train", size=None, root="data"):
     present = labels.unique()
     if not torch.equal(present, torch.arange(min(classes, len(labels) + 1))):
         raise UserError(f"{path}: labels must be 0 to {classes - 1}, each class with at least one image; found are {present.tolist()[:20]}")
+    generator = torch.Generator().manual_seed(0)
     if not own_test:
         held = torch.zeros(len(images), dtype=torch.bool)
-        held[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: max(1, len(images) // 10)]] = True
+        held[torch.randperm(len(images), generator=generator)[: max(1, len(images) // 10)]] = True
         keep = held if split == "test" else ~held
         images, labels = images[keep], labels[keep]
+    if split == "test" and (labels.diff() >= 0).all():  # sorted by class: mixed, since a diagnosis takes the first ones
+        order = torch.randperm(len(images), generator=generator)
+        images, labels = images[order], labels[order]
     return resized(images, size), labels, names or [str(i) for i in range(classes)]
 
 
@@ -319,7 +326,11 @@ def import_torchvision():
 def from_torchvision(data, root):
     kind, files = NAMED[data]
     try:
-        sets = [getattr(import_torchvision().datasets, kind)(root, train=train, download=True) for train in (True, False)]
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # one process downloads, the others wait; who cannot write here does neither
+                os.makedirs(root, exist_ok=True)
+                fcntl.flock(stack.enter_context(open(pathlib.Path(root) / f".{data}.lock", "w")), fcntl.LOCK_EX)
+            sets = [getattr(import_torchvision().datasets, kind)(root, train=train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
         why = str(error).splitlines()[0]
         raise UserError(f"--data {data}: cannot be downloaded ({why}); put {files.format(root)}, or make {root}/{data}.npz with "
@@ -557,9 +568,8 @@ def run(main):
         sys.exit(print(f"{name}: out of memory; try a smaller --batch, --size or --width; {kept}", file=sys.stderr) or 2)
     except KeyboardInterrupt as error:
         sys.exit(print(f"{name}: interrupted; {kept}", file=sys.stderr) or 128 + (error.args or [signal.SIGINT])[0])
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():  # not after an error: it would wait for processes that wait for this one
+        dist.destroy_process_group()
 
 
 def shared_flags(parser, presets):
@@ -606,7 +616,7 @@ def set_up(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
-    if getattr(args, "amp", False) and not (device.type == "cuda" and torch.cuda.is_bf16_supported()):  # some CPUs end the process
+    if getattr(args, "amp", False) and not (device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)):  # some CPUs end the process
         raise UserError(f"--amp: bfloat16 needs a CUDA device that has it, this is {device}; leave it out")
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():  # torchrun ends all when one dies; who waits for a slow one may wait long
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))

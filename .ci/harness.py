@@ -194,13 +194,14 @@ def bad_files(rounds, rng):
     def resumed(path):
         net = NCSNpp(**config)
         optimizer = torch.optim.Adam(net.parameters(), fused=True)
-        step, log = train_score.resume(path, "score", net, {}, optimizer, None, "cpu")
+        step, log, _ = train_score.resume(path, "score", net, {}, optimizer, None, "cpu")
         return checksum([step, log, net.state_dict(), optimizer.state_dict()])
 
     config = load_model(folder / "score.pt").config
+    weights = checksum(load_model(folder / "classifier-total.pt").state_dict())[:16]
     for good, read in [(folder / "score.pt", loaded), (folder / "classifier-total.pt", loaded), (folder / "score.pt", resumed),
                        (DATA, lambda path: checksum([train_score.load_images(str(path), split) for split in ("train", "test")])),
-                       (folder / "diagnose.json", lambda path: sample.calibrated(path.parent, "classifier-total", "cpu")[1])]:
+                       (folder / "diagnose.json", lambda path: sample.calibrated(path.parent, "classifier-total", weights, "cpu")[1])]:
         path, data, right = WORK / "bad" / good.name, good.read_bytes(), read(good)
         path.parent.mkdir(exist_ok=True)
         for i in range(10 * rounds):
