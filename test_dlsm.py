@@ -1832,6 +1832,29 @@ def test_a_batch_smaller_than_the_number_of_processes(monkeypatch, tmp_path):
 # ---------------------------------------------------------------------------- the README
 
 
+def seed_rows():
+    """The README's table of three classifiers each, and of two samplers: name → cells; of several runs mean ± standard deviation."""
+    folder = HERE / "docs" / "results"
+    results = json.loads((folder / "fashion-16-seeds.json").read_text())["files"]
+    tables = {**json.loads((HERE / "docs" / "pretrained" / "fashion-16" / "diagnose.json").read_text()),
+              **json.loads((folder / "fashion-16-seeds-diagnose.json").read_text())}
+
+    def cell(values, digits):
+        spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+        return f"{np.mean(values):.{digits}f}{spread}" if values else ""
+
+    def row(names, classifiers):
+        keys = [("fid", 2), ("is", 2), ("accuracy", 3), *((f"cw_{key}", 3) for key in ev.PRDC)]
+        numbers = ([results[name]["numbers"][key]["value"] for name in names if key in results[name]["numbers"]] for key, _ in keys)
+        gains = [carried(tables[f"classifier-{name}"], 0.01, 20.0)[0] for name in classifiers]
+        return [f"{results[names[0]]['n']:,}", cell(gains, 2), *(cell(values, digits) for values, (_, digits) in zip(numbers, keys))]
+
+    seeds = {f"{name}, three classifiers": row([f"{name}-s{i}" for i in range(3)], [loss, f"{loss}-s1", f"{loss}-s2"])
+             for name, loss in (("base", "ce"), ("dlsm", "total"))}
+    return {**seeds, "none": row(["none-s0"], []), **{f"{name}, {sampler}": row([f"{name}-{key}"], [])
+            for sampler, key in (("Heun, 24 steps", "heun"), ("PC, 100 steps", "pc")) for name in ("base", "dlsm")}}
+
+
 def test_the_readme_says_what_the_result_files_say():
     text = (HERE / "README.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
@@ -1863,6 +1886,8 @@ def test_the_readme_says_what_the_result_files_say():
         nats, se = carried(table, 0.01, 20.0)
         at = table[6]  # σ = 1.4, where most of the class is decided
         assert row[2:] == [f"{nats:.2f} ± {se:.2f}", *(f"{at[key]:.3f}" for key in ("accuracy", "ce", "gain")), f"{at['alpha']:.2f}"]
+    for name, cells in seed_rows().items():
+        assert next(r for r in rows if r[0] == name and len(r) == 10)[1:] == cells
     for target in re.findall(r"\]\((docs/[^)]+)\)", text):
         assert (HERE / target).exists(), target
     for name in re.findall(r"`(test_\w+)`", text):
