@@ -533,6 +533,11 @@ def markdown(columns, fid, real=()):
     return "\n".join(lines)
 
 
+def paper_columns(data):
+    keys = [key for key in ROWS if key not in ("is_splits", "cas_real", "accuracy")]
+    return {f"{name} (paper)": {key: dict(value=value) for key, value in zip(keys, values)} for name, values in PAPER[data].items()}
+
+
 def report(files, evaluation, out):
     """Writes evaluation.json, .md, and Figure 4: the sorted class-wise differences to the first file → the table with notes."""
     args, (about, d) = evaluation.args, ({}, 0) if evaluation.metrics == {"cas"} else evaluation.extractor[:2]
@@ -557,9 +562,7 @@ def report(files, evaluation, out):
             bars = sorted((b[c] - a[c] for c in a), reverse=True)
             panels.append(dict(title=f"Class-wise {key}", x="classes, sorted", y=f"{name} minus {first}", bars=bars))
         chart(out / f"classwise-{name}-minus-{first}.png", panels, columns=2)
-    for name, values in PAPER[args.data].items() if args.paper else ():
-        keys = (key for key in ROWS if key not in ("is_splits", "cas_real", "accuracy"))
-        columns[f"{name} (paper)"] = {key: dict(value=value) for key, value in zip(keys, values)}
+    columns.update(paper_columns(args.data) if args.paper else {})
     what = f"resize {args.resize}" if fid == "FID" else f"test accuracy {about.get('test_accuracy', 0):.4f}"
     title = f"{args.data}, {args.features} features (sha256 {about['sha256'][:8]}, {what}), k = {args.k}" if about else args.data
     real = [name for name, file in files.items() if file["recipe"].get("split") == "test"]

@@ -1873,10 +1873,10 @@ def test_the_readme_says_what_the_result_files_say():
     for key, name in dict(ce="L_CE", dlsm="L_DLSM'", total="L_Total").items():
         row = next(r for r in rows if r[0] == name and len(r) == 7)
         assert [row[i] for i in (2, 4, 5, 6)] == [pair(join, "losses", key, metric) for join in ("late", "early") for metric in ("D_P", "D_L")]
-    results = json.loads((HERE / "docs" / "results" / "fashion-16.json").read_text())["files"]
-    names = next(line for line in text.splitlines() if line.startswith("| | | base | dlsm |")).split("|")[3:-1]
-    columns = {name.strip(): results[name.strip()]["numbers"] for name in names}
-    assert markdown(columns, "FD", real=[name for name in columns if results[name]["recipe"].get("split") == "test"]) in text
+    for name, paper in (("fashion-16", {}), ("cifar10-16", ev.paper_columns("cifar10"))):
+        files = json.loads((HERE / "docs" / "results" / f"{name}.json").read_text())["files"]
+        columns = {key: file["numbers"] for key, file in files.items()}
+        assert markdown({**columns, **paper}, "FD", real=["test"]) in text
     tables = json.loads((HERE / "docs" / "pretrained" / "fashion-16" / "diagnose.json").read_text())
     short = json.loads((HERE / "docs" / "results" / "fashion-16-short.json").read_text())
     for name, key, steps in (("L_CE", "ce", 2000), ("L_DLSM'", "dlsm", 2000), ("L_Total", "total", 2000), ("L_CE", "ce", 1000), ("L_Total", "total", 1000), ("L_CE, ReLU", "ce-relu", 1000),
@@ -1886,6 +1886,13 @@ def test_the_readme_says_what_the_result_files_say():
         nats, se = carried(table, 0.01, 20.0)
         at = table[6]  # σ = 1.4, where most of the class is decided
         assert row[2:] == [f"{nats:.2f} ± {se:.2f}", *(f"{at[key]:.3f}" for key in ("accuracy", "ce", "gain")), f"{at['alpha']:.2f}"]
+    tables = json.loads((HERE / "docs" / "pretrained" / "cifar10-16" / "diagnose.json").read_text())
+    assert "L_CE carries {:.2f} ± {:.2f} of at most 2.30 nats, L_Total {:.2f} ± {:.2f},".format(
+        *(v for key in ("ce", "total") for v in carried(tables[f"classifier-{key}"], 0.01, 25.0))) in text
+    for name, result in json.loads((HERE / "docs" / "results" / "cifar10-16-real.json").read_text()).items():
+        n, reference, numbers = result["n"], result["reference"], result["numbers"]
+        cells = [f"{n:,}", f"{reference:,}", f"{numbers['fid']['value']:.2f}", *(f"{numbers[key]['value']:.3f}" for key in ev.PRDC)]
+        assert next(r for r in rows if r[0] == name)[1:] == [*cells, f"{1 - (reference / (reference + n)) ** 3:.3f}"]
     for name, cells in seed_rows().items():
         assert next(r for r in rows if r[0] == name and len(r) == 10)[1:] == cells
     for target in re.findall(r"\]\((docs/[^)]+)\)", text):

@@ -280,7 +280,7 @@ def images(quick):
     """The same on images: Fashion-MNIST from the weights in the box, guided by L_Total, judged by the features of the other classifier."""
     box, sigma_max = HERE / "docs" / "pretrained" / "fashion-16", 20.0
     score_net, guide, judge = (load_model(box / f"{name}.pt") for name in ("score", "classifier-total", "classifier-ce"))
-    guide, (count, pc_steps, heun_steps) = fold_batchnorm(guide), (20, 10, 3) if quick else (300, 1000, 24)
+    guide, (count, pc_steps, heun_steps) = fold_batchnorm(guide), (20, 10, 3) if quick else (200, 1000, 24)
     y, found = torch.arange(count) % 10, {}
     for seed, name in enumerate(("Heun", "Heun again", "PC")):
         calls, parts, generator = [], [], torch.Generator().manual_seed(seed)
