@@ -534,6 +534,7 @@ def markdown(columns, fid, real=()):
 
 
 def paper_columns(data):
+    """Table 2 as columns for `markdown`; they have no n, which tells them from ours."""
     keys = [key for key in ROWS if key not in ("is_splits", "cas_real", "accuracy")]
     return {f"{name} (paper)": {key: dict(value=value) for key, value in zip(keys, values)} for name, values in PAPER[data].items()}
 
