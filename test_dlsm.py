@@ -31,7 +31,7 @@ import evaluate as ev
 import sample
 import toy_moons
 from evaluate import evaluate, frechet_distance, inception_score, knn_radii, markdown, moments, prdc
-from models import EMA, NCSNpp, NoisyResNet, ToyNet, UserError, checksum, export, fold_batchnorm, load_checkpoint, load_model, save_checkpoint, sigma_at
+from models import EMA, Dropout, NCSNpp, NoisyResNet, ToyNet, UserError, checksum, export, fold_batchnorm, load_checkpoint, load_model, save_checkpoint, sigma_at
 from sample import calibrated, heun_sampler, pc_sampler, posterior_score, sigma_grid
 from toy_moons import moons, oracle_score
 from train_classifier import carried, ce_loss, diagnose, dlsm_loss, likelihood_score, total_loss
@@ -352,6 +352,22 @@ def test_ncsnpp_takes_any_size_and_channels(size, channels, edm):
     assert out.shape == (2, channels, size, size)
     with pytest.raises(UserError, match="multiple of 4"):
         NCSNpp(size + 2, channels, width=8, mults=(1, 2, 2), blocks=1)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_is_that_of_torch(p):
+    net, x = Dropout(p), torch.rand(3, 7, 11, 101).add_(1).requires_grad_()  # 23,331 values, no multiple of four
+    torch.manual_seed(0)
+    y, again = net(x), net(x)
+    y.sum().backward()
+    kept = y != 0
+    assert abs(kept.double().mean() - (1 - p)) < 4 * (p * (1 - p) / x.numel()) ** 0.5
+    assert torch.allclose(y[kept], x[kept] / (1 - p), rtol=1e-4) and torch.equal(x.grad != 0, kept) and not torch.equal(y, again)
+    mask, second = kept.double().flatten(), (again != 0).double().flatten()
+    for a, b in ((mask, second), (mask[1:], mask[:-1]), (mask[4:], mask[:-4])):  # the values of a mask, and two masks, are independent
+        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 4 / x.numel() ** 0.5
+    torch.manual_seed(0)
+    assert torch.equal(net(x), y) and net.eval()(x) is x
 
 
 def test_edm_form_starts_as_the_score_of_a_gaussian():

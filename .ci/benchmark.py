@@ -4,8 +4,8 @@
     python .ci/benchmark.py --quick    # small sizes, a minute: shows that it runs, not how fast
 
 "As released" is our network with the parts that the authors' release does otherwise: resampling with each channel as a
-batch element of a one-channel convolution after inserting zeros, attention by einsum, an unfused optimizer, the EMA as a
-Python loop. "Limit" is the floating-point work of convolutions and matrix products over the measured speed of a large one.
+batch element of a one-channel convolution after inserting zeros, attention by einsum, torch's dropout, an unfused optimizer,
+the EMA as a Python loop. "Limit" is the floating-point work of convolutions and matrix products over the measured speed of a large one.
 Ours and the reference take turns; a ratio is that of the medians.
 """
 import argparse
@@ -83,7 +83,7 @@ def released_block(self, x, e):
     if self.resample:
         h, x = released_filter(h, self.resample), released_filter(x, self.resample)
     h = self.conv0(h) + self.project(e)[:, :, None, None]
-    h = self.conv1(self.dropout(F.silu(self.norm1(h))))
+    h = self.conv1(F.dropout(F.silu(self.norm1(h)), self.dropout.p, self.training))
     return ((self.shortcut(x) if hasattr(self, "shortcut") else x) + h) / math.sqrt(2)
 
 
