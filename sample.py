@@ -381,7 +381,7 @@ def make_parser():
     parser.flag("--batch", 100, "images a batch; part of the recipe", number(int, 1, 10**5))
     parser.flag("--sampler", "heun", "heun (few steps) or pc (the paper's predictor-corrector)", choices=list(SAMPLERS))
     parser.flag("--steps", None, "sampler steps (default: 40 for heun, 1000 for pc)", number(int, 2, 10**6))
-    parser.flag("--churn", 0.4, "heun: fresh noise before each step; 0 is the probability-flow ODE", number(float, 0, 10))
+    parser.flag("--churn", 1.0, "heun: fresh noise before each step; 0 is the probability-flow ODE", number(float, 0, 10))
     parser.flag("--snr", 0.16, "pc: signal-to-noise ratio of the Langevin steps", number(float, 1e-6, 10))
     parser.flag("--corrector-steps", 1, "pc: Langevin steps a noise level", number(int, 0, 1000))
     parser.flag("--per-sample", False, "pc: norms of each image by itself, not of the batch as released")

@@ -10,6 +10,7 @@ Ours and the reference take turns; a ratio is that of the medians.
 """
 import argparse
 import contextlib
+import importlib.util
 import math
 import pathlib
 import statistics
@@ -220,7 +221,8 @@ def metrics(quick):
     real, fake = clouds(n, d)
     a, b = times(lambda: prdc(real, fake), lambda: full_prdc(real.numpy(), fake.numpy()), rounds=1 if quick else 2)
     ours, theirs = prdc(real, fake), full_prdc(real.numpy(), fake.numpy())
-    row(f"P/R/D/C, {n} × {d}, s", a, b, f"largest difference {max(abs(ours[key] - theirs[key]) for key in ours):.1g}")
+    package = "the prdc package" if importlib.util.find_spec("prdc") else "full matrices in NumPy"
+    row(f"P/R/D/C, {n} × {d}, s", a, b, f"against {package}; largest difference {max(abs(ours[key] - theirs[key]) for key in ours):.1g}")
     sizes = (n // 2, n) if quick else (n, 50_000)
     measured = {size: in_process("prdc", quick, size) for size in sizes}
     if not quick:
@@ -265,7 +267,7 @@ def sampling(quick):
             counted = lambda x, sigma: (calls.append(1), score(x, sigma))[1]
             real, second = (data[torch.randint(len(data), (count,), generator=generator)] + end * noise(torch.empty(count, 2)) for _ in range(2))
             spread_ = torch.linalg.cholesky(data.T.cov() + 100 * torch.eye(2))
-            heun = heun_sampler(counted, data.mean(0) + noise(real) @ spread_.T, sigma_grid(heun_steps, end, 10.0, rho=7)[:-1], churn=0.4, noise=noise)
+            heun = heun_sampler(counted, data.mean(0) + noise(real) @ spread_.T, sigma_grid(heun_steps, end, 10.0, rho=7)[:-1], churn=1.0, noise=noise)
             evaluations = [len(calls)]
             pc = pc_sampler(counted, 10 * noise(real), sigma_grid(pc_steps, end, 10.0)[:-1], noise=noise)
             evaluations.append(len(calls) - evaluations[0])
@@ -280,7 +282,7 @@ def images(quick):
     """The same on images: Fashion-MNIST from the weights in the box, guided by L_Total, judged by the features of the other classifier."""
     box, sigma_max = HERE / "docs" / "pretrained" / "fashion-16", 20.0
     score_net, guide, judge = (load_model(box / f"{name}.pt") for name in ("score", "classifier-total", "classifier-ce"))
-    guide, (count, pc_steps, heun_steps) = fold_batchnorm(guide), (20, 10, 3) if quick else (200, 1000, 24)
+    guide, (count, pc_steps, heun_steps) = fold_batchnorm(guide), (20, 10, 3) if quick else (100, 1000, 40)
     y, found = torch.arange(count) % 10, {}
     for seed, name in enumerate(("Heun", "Heun again", "PC")):
         calls, parts, generator = [], [], torch.Generator().manual_seed(seed)
@@ -291,7 +293,7 @@ def images(quick):
             if name == "PC":
                 parts.append(pc_sampler(score, x, sigma_grid(pc_steps, 0.01, sigma_max), noise=noise))
             else:
-                parts.append(heun_sampler(score, x, sigma_grid(heun_steps, 0.01, sigma_max, rho=7), churn=0.4, noise=noise))
+                parts.append(heun_sampler(score, x, sigma_grid(heun_steps, 0.01, sigma_max, rho=7), churn=1.0, noise=noise))
         with torch.no_grad():
             features = judge.features(torch.cat(parts).clamp(0, 1), torch.full((count,), 0.01))
             found[name] = features, (judge.linear(features).argmax(1) == y).double().mean().item(), sum(calls) // count
