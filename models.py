@@ -66,7 +66,7 @@ class Dropout(nn.Dropout):
             return super().forward(x)
         bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
         cut = round(2**16 * self.p)
-        return x * ((bits[: x.numel()].view(x.shape) >= cut - 2**15).to(x.dtype) * (2**16 / (2**16 - cut)))
+        return x * (bits[: x.numel()].view(x.shape) >= cut - 2**15).to(x.dtype).mul_(2**16 / (2**16 - cut))
 
 
 class ResBlock(nn.Module):

@@ -1867,8 +1867,9 @@ def seed_rows():
 
     seeds = {f"{name}, three classifiers": row([f"{name}-s{i}" for i in range(3)], [loss, f"{loss}-s1", f"{loss}-s2"])
              for name, loss in (("base", "ce"), ("dlsm", "total"))}
+    samplers = {"Heun, 24 steps": "heun", "Heun, 40 steps, churn 1": "heun40", "PC, 100 steps": "pc", "PC, 1,000 steps": "pc1000"}
     return {**seeds, "none": row(["none-s0"], []), **{f"{name}, {sampler}": row([f"{name}-{key}"], [])
-            for sampler, key in (("Heun, 24 steps", "heun"), ("PC, 100 steps", "pc")) for name in ("base", "dlsm")}}
+            for sampler, key in samplers.items() for name in ("none", "base", "dlsm") if f"{name}-{key}" in results}}
 
 
 def test_the_readme_says_what_the_result_files_say():
