@@ -62,9 +62,9 @@ class Dropout(nn.Dropout):
     """nn.Dropout; on a CPU with 16 random bits a value in place of a Bernoulli draw, which would be a tenth of a training step."""
 
     def forward(self, x):
-        if x.device.type != "cpu" or not self.training or not self.p:
+        if x.device.type != "cpu" or not self.training or not self.p or torch.compiler.is_compiling():  # which fuses torch's own
             return super().forward(x)
-        bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+        bits = x.new_empty(x.numel() // 4 + 1, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
         cut = round(2**16 * self.p)
         return x * (bits[: x.numel()].view(x.shape) >= cut - 2**15).to(x.dtype).mul_(2**16 / (2**16 - cut))
 
