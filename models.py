@@ -167,6 +167,10 @@ class NCSNpp(nn.Module):
             if isinstance(m, (nn.Conv2d, nn.Linear)):
                 nn.init.xavier_uniform_(m.weight)
                 nn.init.zeros_(m.bias)
+        for m in self.modules():  # as released: attention's logits start small
+            if isinstance(m, Attention):
+                for part in (m.query, m.key, m.value):
+                    part.weight.data.mul_(0.1**0.5)
         for m in self.modules():  # every block starts as its shortcut, the network at zero
             last = {ResBlock: "conv1", Attention: "out", NCSNpp: "last"}.get(type(m))
             if last:
@@ -240,6 +244,9 @@ class NoisyResNet(nn.Module):
             self.layers.append(nn.Sequential(*blocks))
             inputs = w
         self.linear = nn.Linear(inputs, classes)
+        for part in (self.embed.first, self.embed.second):  # as released
+            nn.init.xavier_uniform_(part.weight)
+            nn.init.zeros_(part.bias)
 
     def features(self, x, sigma):
         """The penultimate layer: the mean over the last map."""
