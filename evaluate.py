@@ -1,17 +1,21 @@
-"""Compares samples with real images: FID, IS, precision, recall, density, coverage, the same class by class, and CAS.
+"""Compares samples with real images: FID, IS, precision, recall, density, coverage, class by class, and CAS.
 
-    python evaluate.py runs/cifar10/samples-base.npz runs/cifar10/samples-dlsm.npz --data cifar10
+    python evaluate.py runs/cifar10/samples-base.npz runs/cifar10/samples-dlsm.npz
 
-Reads sample files (our .npz, guided-diffusion's, folders of pictures), prints the paper's Table 2 for them, a column each, and
-writes it as evaluation.md, the recipe of each number as evaluation.json, Figure 4, and the first images of each file in a row
-of their own (side-by-side.png), all beside the first file. Features and classifiers are kept in ROOT/features by content:
-nothing is computed twice. In Python: evaluate(images, labels, ...).
+Reads sample files (our .npz, guided-diffusion's, folders of pictures), prints the paper's Table 2 with one
+column per file, and writes beside the first file: evaluation.md, evaluation.json (the recipe of each number),
+Figure 4, side-by-side.png. Features and classifiers are kept in ROOT/features, so nothing is computed twice.
+In Python: evaluate(images, labels, data="cifar10", metrics="fid,prdc").
 """
-import functools
+import argparse
+import collections
+import contextlib
+import dataclasses
 import hashlib
 import json
 import math
 import pathlib
+import tempfile
 import urllib.request
 
 import numpy as np
@@ -22,146 +26,136 @@ from torch import nn
 from models import NoisyResNet, UserError, checksum, load_checkpoint, save_checkpoint, write_whole
 from sample import chart, npz_bytes, save_grid
 from train_classifier import ce_loss
-from train_score import (Parser, Progress, check_images, fit, image_draw, import_torchvision, load_images, mix, number,
-                         read_folder, read_npz, run, run_folder, say, set_up, shared_flags)
+from train_score import (Parser, Plan, Progress, bounded, check_images, derive_seed, fit, image_batches,
+                         import_torchvision, load_images, read_folder, read_npz, run, run_folder, say, set_up,
+                         shared_flags)
 
-OWN = dict(depth=18, width=16, batch=128, lr=2e-3, cosine=True)  # ours: minutes on a CPU for 16×16 images
-CAS = dict(batch=150, lr=2e-4, cosine=False)  # Appendix A.6.3; it names neither steps (--cas-steps) nor augmentation (none here)
+# ------------------------------------------------------------ 1. the story: the metrics, then the stage
+
+OWN = dict(depth=18, width=16, batch=128, lr=2e-3, cosine=True)  # our extractor: minutes on a CPU at 16×16
+CAS = dict(batch=150, lr=2e-4, cosine=False, inputs="0 to 1")  # Appendix A.6.3; no augmentation
 CLEAN = 0.01  # the σ that these classifiers of images without noise are told
 METRICS = ("fid", "is", "prdc", "classwise", "cas")
 PRDC = ("precision", "recall", "density", "coverage")
-ROWS = {  # of the table, in the paper's order: title, digits, which value is best
-    "fid": ("FID", 2, min), "is": ("IS", 2, max), "is_splits": ("IS, ten splits", 2, max),
-    **{key: (key.capitalize(), 3, max) for key in PRDC}, "cas": ("CAS", 3, max), "cas_real": ("CAS of real images", 3, None),
-    "accuracy": ("Class accuracy", 3, max), **{f"cw_{key}": (f"(CW) {key.capitalize()}", 3, max) for key in PRDC}}
-PAPER = {  # Table 2; the rows are ROWS without the three that it does not have
-    "cifar10": {"base": (4.10, 9.08, 0.67, 0.61, 1.05, 0.80, 0.38, 0.51, 0.59, 0.63, 0.60),
-                "scaling": (12.48, 9.37, 0.75, 0.49, 1.36, 0.75, 0.46, 0.70, 0.42, 1.23, 0.66),
-                "ours": (2.25, 9.90, 0.65, 0.62, 0.96, 0.81, 0.58, 0.56, 0.61, 0.76, 0.71)},
-    "cifar100": {"base": (4.52, 11.53, 0.62, 0.62, 0.84, 0.71, 0.15, 0.33, 0.68, 0.30, 0.38),
-                 "scaling": (12.58, 11.59, 0.65, 0.52, 0.93, 0.61, 0.24, 0.59, 0.41, 0.78, 0.51),
-                 "ours": (3.86, 11.62, 0.61, 0.63, 0.82, 0.71, 0.28, 0.42, 0.68, 0.43, 0.52)}}
-WEIGHTS = "pt_inception-2015-12-05-6726825d.pth"
-WEIGHTS_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{WEIGHTS}"
-WEIGHTS_SHA = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-
-# ---------------------------------------------------------------------------- precision, recall, density, coverage
-
-TILE = 2048  # points a side of a block of distances: 16 MB
-PRECISIONS = (torch.float32, torch.float64)  # of the products: the second where the digits of the first do not do
+BLOCK = 2048  # points per side of a block of distances: 16 MB in float32
 SPARE = 8  # neighbours kept beyond the k-th, in case rounding changed their order
 
 
 def prdc(real, fake, k=3, real_radii=None):
-    """Precision, recall (Kynkäänniemi et al. 2019), density and coverage (Naeem et al. 2020) of two sets of points → dict.
+    """Precision, recall (Kynkäänniemi et al. 2019), density, coverage (Naeem et al. 2020) of points → dict.
 
-    B(x) is the open ball around x out to its k-th nearest neighbour in its own set, x not counted. precision: share of fakes
-    in some B(real). recall: share of reals in some B(fake). density: pairs of a fake in a B(real), over k · fakes. coverage:
-    share of reals with a fake in their ball. Arrays or tensors, a point a row; `real_radii` as knn_radii gives them. Exact,
-    as brute force in float64; time quadratic, memory linear.
+    B(x) is the open ball around x out to its k-th nearest neighbour in its own set, x not counted. precision:
+    share of fakes in some B(real). recall: share of reals in some B(fake). density: pairs of a fake in a
+    B(real), over k · fakes. coverage: share of reals with a fake in their ball. Arrays or tensors, one point
+    per row; `real_radii` as knn_radii gives them. Equal to brute force in float64; memory linear.
     """
     real, fake = as_points(real, k), as_points(fake, k)
     if real.shape[1] != fake.shape[1]:
         raise UserError(f"prdc: real points have {real.shape[1]} coordinates, fake ones {fake.shape[1]}")
-    real_radii, fake_radii = knn_radii(real, k) if real_radii is None else real_radii, knn_radii(fake, k)
-    in_balls = torch.zeros(len(fake), dtype=torch.int64, device=real.device)  # how many B(real) each fake is in
+    real_radii = knn_radii(real, k) if real_radii is None else real_radii
+    fake_radii = knn_radii(fake, k)
+    center, error = real.mean(0), rounding_error(real, fake)
+    if real.dtype != fake.dtype or real.dtype == torch.float32 and error > 0.01 * real_radii.median():
+        return prdc(real.double(), fake.double(), k, real_radii)  # else most pairs would need exact distances
+    in_balls = torch.zeros(len(fake), dtype=torch.int64, device=real.device)  # B(real) around each fake
     covered, recalled = torch.zeros(2, len(real), dtype=torch.bool, device=real.device)
-    center = real.mean(0)
-    for i in range(0, len(real), TILE):
-        for j in range(0, len(fake), TILE):
-            a, b = real[i : i + TILE], fake[j : j + TILE]
-            for dtype in PRECISIONS[a.shape[1] < 64 :]:
-                block = squared_distances(a, b, center, dtype)
-                near_real = pairs_inside(*block, real_radii[i : i + TILE, None], a, b)
-                near_fake = pairs_inside(*block, fake_radii[None, j : j + TILE], a, b)
-                if near_real and near_fake:
-                    break
-            in_balls[j : j + TILE] += torch.bincount(near_real[1], minlength=len(b))
-            covered[near_real[0] + i] = recalled[near_fake[0] + i] = True
-            del block  # before the next is made
-    precision, recall, coverage = (mask.double().mean().item() for mask in (in_balls > 0, recalled, covered))
-    return dict(precision=precision, recall=recall, density=in_balls.sum().item() / (k * len(fake)), coverage=coverage)
+    for i in range(0, len(real), BLOCK):
+        for j in range(0, len(fake), BLOCK):
+            a, b = real[i : i + BLOCK], fake[j : j + BLOCK]
+            distance = squared_distances(a, b, center)
+            rows, columns = pairs_inside(distance, real_radii[i : i + BLOCK, None], error, a, b)
+            in_balls[j : j + BLOCK] += torch.bincount(columns, minlength=len(b))
+            covered[rows + i] = True
+            rows, columns = pairs_inside(distance, fake_radii[None, j : j + BLOCK], error, a, b)
+            recalled[rows + i] = True
+            del distance  # before the next block is made
+    return dict(precision=(in_balls > 0).double().mean().item(), recall=recalled.double().mean().item(),
+                density=in_balls.sum().item() / (k * len(fake)), coverage=covered.double().mean().item())
+
+
+def knn_radii(points, k):
+    """Squared distance of each point to its k-th nearest other one; exact distances decide near ties."""
+    points = as_points(points, k)
+    n, m = len(points), min(k + SPARE, len(points) - 1)
+    center, error = points.mean(0), rounding_error(points, points)
+    nearest = points.new_full((n, m), math.inf)
+    index = torch.zeros(n, m, dtype=torch.int64, device=points.device)
+
+    def merge(start, distance, first):
+        """Takes the distances from the points at `start` to those at `first` into account."""
+        rows = slice(start, start + BLOCK)
+        values, at = distance.topk(min(m, distance.shape[1]), largest=False)
+        values, at = torch.cat([nearest[rows], values], 1), torch.cat([index[rows], at + first], 1)
+        nearest[rows], order = values.topk(m, largest=False)
+        index[rows] = at.gather(1, order)
+
+    for i in range(0, n, BLOCK):
+        for j in range(i, n, BLOCK):  # distances are symmetric: half of the blocks is enough
+            distance = squared_distances(points[i : i + BLOCK], points[j : j + BLOCK], center)
+            if i == j:
+                distance.fill_diagonal_(math.inf)  # a point is not its own neighbour
+            else:
+                merge(j, distance.T.contiguous(), i)
+            merge(i, distance, j)
+            del distance  # before the next block is made
+    unsure = (nearest - nearest[:, k - 1 : k]).abs() <= 2 * error
+    nearest = nearest.double()
+    nearest[unsure] = exact_distances(points, points, unsure.nonzero()[:, 0], index[unsure])
+    radii = nearest.sort(1).values[:, k - 1]
+    if points.dtype == torch.float32 and m < n - 1 and (unsure[:, -1] & (radii > 0)).any():
+        return knn_radii(points.double(), k)  # neighbours beyond the spare ones may be nearer
+    return radii
 
 
 def as_points(values, k):
+    """(N, d) in float32, or in float64 where that is as fast (small d) or the values have more digits."""
     values = torch.as_tensor(values).detach()
-    values = values.reshape(len(values), -1).to(values.dtype if values.dtype in PRECISIONS else torch.float64)
+    values = values.reshape(len(values), -1)
+    if values.dtype != torch.float32 or values.shape[1] < 64:
+        values = values.double()
     if len(values) <= k or k < 1:
-        raise UserError(f"prdc: k = {k} neighbours need k ≥ 1 and at least k + 1 points, there are {len(values)}")
+        raise UserError(f"prdc: k = {k} neighbours need k ≥ 1 and at least k + 1 points, not {len(values)}")
     if not values.sum(0).isfinite().all():
         raise UserError("prdc: the points hold NaN or infinite values")
     return values
 
 
-def squared_distances(a, b, center, dtype):
-    """‖a‖² + ‖b‖² − 2ab of all pairs by one matrix product, around a center, where it cancels less; bounds of its error.
-
-    The error of a pair is below the sum of its row's bound and its column's, √d ε ‖·‖²: several times the largest one seen.
-    """
-    a, b = ((v - center.to(torch.promote_types(v.dtype, dtype))).to(dtype) for v in (a, b))
-    a2, b2 = (torch.linalg.vector_norm(v, dim=1).square() for v in (a, b))
-    epsilon = max(a.shape[1], 16) ** 0.5 * torch.finfo(dtype).eps
-    return torch.addmm(b2, a, b.T, alpha=-2).add_(a2[:, None]), epsilon * a2, epsilon * b2
+def squared_distances(a, b, center):
+    """‖a‖² + ‖b‖² − 2ab of all pairs by one matrix product, around a center, where less cancels."""
+    a, b = a - center, b - center
+    return torch.addmm(b.square().sum(1), a, b.T, alpha=-2).add_(a.square().sum(1)[:, None])
 
 
-def pair_distances(a, b, i, j):
+def rounding_error(real, fake):
+    """A bound of the error of squared_distances: √d ε (‖a‖² + ‖b‖²), several times the largest error seen."""
+    center = real.mean(0)
+    parts = [*real.split(BLOCK), *fake.split(BLOCK)]
+    largest = max((part - center).square().sum(1).max().item() for part in parts)
+    return 2 * max(len(center), 16) ** 0.5 * torch.finfo(real.dtype).eps * largest
+
+
+def exact_distances(a, b, i, j):
     """‖a_i − b_j‖² of some pairs, from differences in float64."""
-    parts = [(a[u].double() - b[v].double()).square().sum(1) for u, v in zip(i.split(256), j.split(256))]
-    return torch.cat(parts) if parts else i.double()
+    pairs = zip(i.split(512), j.split(512))
+    return torch.cat([(a[u].double() - b[v].double()).square().sum(1) for u, v in pairs])
 
 
-def knn_radii(points, k):
-    """Squared distance of each point to its k-th nearest other one; exact distances decide the order around the k-th place."""
-    n, m, center = len(points), min(k + SPARE, len(points) - 1), points.mean(0)
-    for dtype in PRECISIONS[points.shape[1] < 64 :]:
-        best, error = points.new_full((n, m), math.inf, dtype=dtype), points.new_zeros(n, dtype=dtype)
-        index = torch.zeros(n, m, dtype=torch.int64, device=points.device)
-        for i in range(0, n, TILE):
-            for j in range(i, n, TILE):  # distances are symmetric: half of the blocks do
-                distance, error[i : i + TILE], _ = squared_distances(points[i : i + TILE], points[j : j + TILE], center, dtype)
-                if i == j:
-                    distance.fill_diagonal_(math.inf)  # a point is not its own neighbour
-                for row, column, values in ((i, j, distance), (j, i, distance.T.contiguous()))[: 1 + (i != j)]:
-                    rows = slice(row, row + TILE)
-                    value, at = values.topk(min(m, values.shape[1]), largest=False)
-                    value, at = torch.cat([best[rows], value], 1), torch.cat([index[rows], at + column], 1)
-                    best[rows], order = value.topk(m, largest=False)
-                    index[rows] = at.gather(1, order)
-                del distance, values  # before the next are made
-        bound = error[:, None] + error[index]
-        unsure = (best - best[:, k - 1 : k]).abs() <= bound + bound[:, k - 1 : k]
-        best = best.double()
-        best[unsure] = pair_distances(points, points, unsure.nonzero()[:, 0], index[unsure])
-        radii = best.sort(1).values[:, k - 1]
-        if not (unsure[:, -1] & (radii > 0)).any() or m == n - 1:  # else a neighbour beyond the spare ones may be nearer
-            break
-    return radii
-
-
-def pairs_inside(distance, row_error, column_error, radius, a, b):
-    """Pairs (i, j) with distance < radius, both squared; exact distances decide near ties, or None if float32 leaves too many.
-
-    The same pair computed twice may differ in the last digit and must not be inside its own radius: hence 1e-12.
-    """
-    limit = (radius + row_error.max() + column_error.max()).to(distance.dtype)
-    flat = (distance < limit).view(-1).nonzero()[:, 0]
-    i, j = flat // len(b), flat % len(b)
-    radius, distance = radius.expand(distance.shape)[i, j], distance.view(-1)[flat]
-    inside = (distance < radius) & (radius > 0)  # rounding can take a distance below 0
-    unsure = ((distance - radius).abs() <= row_error[i] + column_error[j]) & (radius > 0)
-    if distance.dtype == torch.float32 and unsure.sum() > 16 * TILE:
-        return None
-    inside[unsure] = pair_distances(a, b, i[unsure], j[unsure]) < radius[unsure] * (1 - 1e-12)
+def pairs_inside(distance, radius, error, a, b):
+    """Pairs (i, j) with distance < radius, both squared; near ties are decided by exact distances."""
+    near = (distance < (radius + error).to(distance.dtype)).view(-1).nonzero()[:, 0]
+    i, j = near // len(b), near % len(b)
+    distance, radius = distance.view(-1)[near], radius.expand(distance.shape)[i, j]
+    unsure = distance > radius - error
+    inside = ~unsure
+    limit = radius[unsure] * (1 - 1e-12)  # a distance computed twice may differ in its last digit
+    inside[unsure] = exact_distances(a, b, i[unsure], j[unsure]) < limit
     return i[inside], j[inside]
-
-
-# ---------------------------------------------------------------------------- FID and IS
 
 
 def moments(features):
     """Mean and covariance (over n − 1) in float64, in one pass over blocks of rows (Chan et al. 1983)."""
     n, mean, scatter = 0, 0.0, 0.0
-    for part in torch.as_tensor(features).split(TILE):
+    for part in torch.as_tensor(features).split(BLOCK):
         part = part.double()
         m, center = len(part), part.mean(0)
         step, part = center - mean, part - center
@@ -173,12 +167,14 @@ def moments(features):
 def frechet_distance(mu1, cov1, mu2, cov2):
     """‖μ1 − μ2‖² + tr(S1 + S2 − 2 (S1 S2)^½) of two Gaussians (Heusel et al. 2017), in float64.
 
-    With S1 = L Lᵀ, tr (S1 S2)^½ is the sum of the roots of the eigenvalues of Lᵀ S2 L, which is symmetric. Cholesky's L is the
-    quickest. With fewer samples than features there is none; then the null space of S1, which adds nothing, is left out, as the
-    root would magnify its rounding errors.
+    With S1 = L Lᵀ, tr (S1 S2)^½ is the sum of the roots of the eigenvalues of Lᵀ S2 L, which is symmetric.
+    Cholesky's L is the quickest. With fewer samples than features there is none; then the null space of S1,
+    which adds nothing, is left out, as the root would magnify its rounding errors.
     """
-    mu1, cov1, mu2, cov2 = (torch.as_tensor(v).double() for v in (mu1, cov1, mu2, cov2))
-    (root, failed), epsilon = torch.linalg.cholesky_ex(cov1), len(cov1) * torch.finfo(torch.float64).eps
+    mu1, mu2 = torch.as_tensor(mu1).double(), torch.as_tensor(mu2).to(torch.as_tensor(mu1).device).double()
+    cov1, cov2 = torch.as_tensor(cov1).to(mu1).double(), torch.as_tensor(cov2).to(mu1).double()
+    root, failed = torch.linalg.cholesky_ex(cov1)
+    epsilon = len(cov1) * torch.finfo(torch.float64).eps
     if failed or root.diagonal().min() ** 2 < epsilon * root.diagonal().max() ** 2:
         values, vectors = torch.linalg.eigh(cov1)
         keep = values > epsilon * values[-1]
@@ -188,32 +184,255 @@ def frechet_distance(mu1, cov1, mu2, cov2):
 
 
 def inception_score(logits, splits=10):
-    """exp E KL(p(y|x) ‖ p(y)) (Salimans et al. 2016): mean and deviation over random parts; splits=1: over all samples.
+    """exp E KL(p(y|x) ‖ p(y)) (Salimans et al. 2016): mean and deviation over parts; the paper's has one.
 
-    KL = Σ p log p − Σ p̄ log p̄, in float64. The parts are the same whatever order the samples come in.
+    KL = Σ p log p − Σ p̄ log p̄, in float64. A shuffle with a fixed seed comes first: samples that are stored
+    class by class do not make parts of one class each.
     """
-    logits, generator, scores = torch.as_tensor(logits), torch.Generator().manual_seed(0), []
+    logits, scores = torch.as_tensor(logits), []
     if len(logits) < splits:
         raise UserError(f"inception_score: {len(logits)} samples cannot make {splits} parts")
-    direction = torch.randn(logits.shape[1], generator=generator, dtype=torch.float64)
-    order = torch.cat([part.double() @ direction for part in logits.split(TILE)]).argsort()
-    for part in order[torch.randperm(len(logits), generator=generator)].tensor_split(splits):
-        mean, negentropy = 0.0, 0.0
-        for rows in part.split(TILE):
-            p = logits[rows].double().softmax(1)
-            mean, negentropy = mean + p.sum(0) / len(part), negentropy + torch.xlogy(p, p).sum() / len(part)
-        scores.append((negentropy - torch.xlogy(mean, mean).sum()).exp())
+    order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(0))
+    for part in order.tensor_split(splits):
+        p = logits[part.to(logits.device)].double().softmax(1)
+        mean = p.mean(0)
+        scores.append((torch.xlogy(p, p).sum() / len(p) - torch.xlogy(mean, mean).sum()).exp())
     return torch.stack(scores).mean().item(), torch.stack(scores).std(correction=0).item()
 
 
-# ---------------------------------------------------------------------------- networks
+def make_parser():
+    parser = Parser(__doc__)
+    parser.add_argument("samples", nargs="*", type=pathlib.Path,
+                        help="files or folders; test: held-out real images (default: runs/RUN/samples-*.npz)")
+    shared_flags(parser)
+    parser.set_defaults(data=None)
+    steps = dict(type=bounded(int, 1, 10**9), metavar="N")
+    path = dict(type=pathlib.Path, metavar="PATH")
+    parser.group("metrics; default --data and --size: those in the recipe of the sample files")
+    parser.flag("--metrics", None, f"of {','.join(METRICS)} (default: all; cas only on GPUs)", metavar="LIST")
+    parser.flag("--k", 3, "neighbours for precision, recall, density, coverage", bounded(int, 1, 1000))
+    parser.flag("--stats", None, "FID's reference: an .npz with mu, sigma", **path)
+    parser.flag("--save-stats", None, "write such a file, of the training images", **path)
+    parser.flag("--paper", False, "the paper's columns beside ours (cifar10, cifar100)")
+    parser.flag("--out", None, "folder for the results (default: that of the first file)", **path)
+    parser.group("features and classifiers")
+    parser.flag("--features", "inception", "FID's, or of a ResNet trained here", choices=["inception", "own"])
+    parser.flag("--own-steps", 1500, "training steps of that ResNet, of 128 images", **steps)
+    parser.flag("--weights", None, "Inception's weights (default: in ROOT/features, else fetched)", **path)
+    parser.flag("--resize", "tf", "tf: the paper's rule; torch: pytorch-fid's", choices=["tf", "torch"])
+    parser.flag("--batch", 100, "images per pass", bounded(int, 1, 10**5), metavar="N")
+    parser.flag("--cas-model", "resnet50", "or resnet18, resnet34", choices=CAS_MODELS, metavar="NAME")
+    parser.flag("--cas-steps", 10_000, "of 150 images; the release trains 400,001 steps", **steps)
+    return parser
+
+
+def main():
+    args = make_parser().parse_args()
+    folder = run_folder(with_recipe(args, []))
+    paths = args.samples or sorted(folder.glob("samples-*.npz"))
+    if not paths:
+        raise UserError(f"{folder}: has no samples-*.npz; python sample.py makes them, or name your files")
+    files = {}
+    for path in paths:
+        name = path.stem.removeprefix("samples-")
+        while name in files:
+            name = f"{path.absolute().parent.name}-{name}"
+        files[name] = read_samples(path)
+    args = with_recipe(args, [file["recipe"] for file in files.values()])
+    if args.paper and args.data not in PAPER:
+        raise UserError(f"--paper: the paper has {' and '.join(PAPER)}, not --data {args.data}")
+    device, metrics, real = prepare(files, args)
+    out = args.out or paths[0].absolute().parent
+    try_folder(out, "--out names another")
+    about, dim = measure_files(files, real, args, metrics, device)
+    if args.save_stats:
+        mu, cov = moments(real.features)
+        write_whole(args.save_stats, npz_bytes(mu=mu.cpu().numpy(), sigma=cov.cpu().numpy()))
+    save_grid(out / "side-by-side.png", [file["images"][:20] for file in files.values()], list(files))
+    text = report(files, about, dim, args, metrics, out)
+    if "cas" in metrics:
+        say(f"CAS: {args.cas_model}, {args.cas_steps} steps per file; {out}/evaluation.md has the rest")
+        measure_cas(files, real, args, device)
+        text = report(files, about, dim, args, metrics, out)
+    say(f"\n{text}\n\n{out}/evaluation.json has the recipe of each number")
+
+
+def evaluate(images, labels=None, **flags):
+    """Numbers of samples in memory → {key: value}; flags as keywords: data="fashion", metrics=["fid"]."""
+    parser, line = make_parser(), []
+    known = set(vars(parser.parse_args([]))) - {"samples"}
+    for key, value in flags.items():
+        if key not in known:
+            raise UserError(f"evaluate: no flag {key}; there are {', '.join(sorted(known))}")
+        if isinstance(value, (list, tuple)):
+            value = ",".join(map(str, value))
+        if value is not None and value is not False:
+            line.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
+
+    def refuse(message):
+        raise UserError(f"evaluate: {message}")
+
+    parser.error = refuse
+    args = with_recipe(parser.parse_args(line), [])
+    file = dict(path="samples", images=images, labels=labels, recipe={}, folders=None)
+    device, metrics, real = prepare({"samples": file}, args)
+    measure_files({"samples": file}, real, args, metrics, device)
+    if "cas" in metrics:
+        measure_cas({"samples": file}, real, args, device)
+    return {key: number["value"] for key, number in file["numbers"].items()}
+
+
+def prepare(files, args):
+    """Checks everything before anything is computed → device, metrics, real images if needed."""
+    device = set_up(args)
+    metrics = set(METRICS if args.metrics in (None, "all") else args.metrics.split(","))
+    if not metrics <= set(METRICS):
+        raise UserError(f"--metrics {args.metrics}: must be all, or some of {','.join(METRICS)}")
+    if args.metrics is None and device.type != "cuda":
+        metrics.remove("cas")  # which would take hours
+    real, most = None, None
+    if args.features == "own" or args.save_stats or metrics - ({"is", "fid"} if args.stats else {"is"}):
+        real = Real(*load_images(args.data, "train", args.size, args.root))
+    for file in files.values():
+        if file["recipe"].get("split") == "test":  # as many as the files before it have
+            images, labels, _ = load_images(args.data, "test", args.size, args.root)
+            file.update(images=images[:most], labels=labels[:most])
+        check_samples(file, real, args, metrics)
+        file["n"] = len(file["images"])
+        most = max(most or 0, file["n"])
+    return device, metrics, real
+
+
+def measure_files(files, real, args, metrics, device):
+    """All numbers but CAS, into the `numbers` of each file → the recipe of the features, their number."""
+    try_folder(pathlib.Path(args.root) / "features", "--root names another")
+    for file in files.values():
+        file["numbers"] = {}
+    if metrics == {"cas"}:
+        return {}, 0
+    if args.features == "own":
+        extractor = own_extractor(real, args, device)
+    else:
+        extractor = inception_extractor(args, metrics, device)
+    reference = read_stats(args.stats, extractor.dim) if args.stats else None
+    if args.save_stats or metrics & {"prdc", "classwise"} or "fid" in metrics and not args.stats:
+        real.features = extract(real.images, extractor, args, device, "real images").features
+    if "fid" in metrics and not args.stats:
+        reference = moments(real.features)
+    for name, file in files.items():
+        found = extract(file["images"], extractor, args, device, name)
+        with full_precision():
+            measure(file, found, reference, real, extractor.about, args, metrics, name)
+    return extractor.about, extractor.dim
+
+
+def measure(file, found, reference, real, about, args, metrics, name):
+    """All numbers but CAS of one file, each with its recipe, into file["numbers"]."""
+    numbers, labels, n = file["numbers"], file["labels"], file["n"]
+    training = f"{args.data}, {len(real.images)} training images" if real else None
+
+    def put(values, **recipe):
+        recipe = dict(n=n, **recipe, extractor=about)
+        numbers.update({key: dict(value=value, **recipe) for key, value in values.items()})
+
+    if "fid" in metrics:
+        fid = frechet_distance(*moments(found.features), *reference)
+        put(dict(fid=fid), reference=str(args.stats or training))
+    if "is" in metrics:
+        put({"is": inception_score(found.logits, 1)[0]}, splits=1)
+        mean, deviation = inception_score(found.logits)
+        put(dict(is_splits=mean), splits=10, deviation=deviation)
+    if "prdc" in metrics:
+        say(f"{name}: precision, recall, density, coverage of {n} samples, {len(real.images)} real images")
+        put(compare(real, found.features, args.k), k=args.k, reference=training)
+    if "classwise" in metrics and labels is not None:
+        rows = {}
+        for c, class_name in enumerate(real.names):
+            mine = found.features[labels == c]
+            fid = frechet_distance(*moments(real.features[real.labels == c]), *moments(mine))
+            rows[class_name] = dict(compare(real, mine, args.k, c), fid=fid)
+        recipe = dict(k=args.k, reference=f"{args.data}, the training images of each class")
+        for key in ("fid", *PRDC):
+            classes = {class_name: row[key] for class_name, row in rows.items()}
+            mean = sum(classes.values()) / len(classes)
+            put({f"cw_{key}": mean}, n_per_class=labels.bincount().tolist(), classes=classes, **recipe)
+        if args.features == "own":
+            put(dict(accuracy=(found.logits.argmax(1).cpu() == labels).double().mean().item()))
+    if file["recipe"].get("exact") is True and real and labels is not None:
+        nearest = nearest_images(file["images"], real.images, found.features.device)
+        counts = zip(labels.bincount().tolist(), real.labels.bincount().tolist())
+        expected = sum(total * (1 - (1 - 1 / total) ** drawn) for drawn, total in counts)
+        recipe = dict(n=n, nearest="by the distance of pixels", reference=training)
+        right = (real.labels[nearest] == labels).double().mean().item()
+        numbers["exact_accuracy"] = dict(value=right, **recipe)
+        numbers["distinct"] = dict(value=len(nearest.unique()), expected=expected, **recipe)
+
+
+def measure_cas(files, real, args, device):
+    """Classification Accuracy Score (Ravuri & Vinyals 2019): real test accuracy after training on samples."""
+    recipe = dict(CAS, steps=args.cas_steps)
+
+    def cas(images, labels):
+        config = (args.cas_model, len(real.names))
+        _, accuracy = train_clean("cas", ResNet, config, images, labels, recipe, args, device)
+        return dict(value=accuracy, n=len(images), model=args.cas_model, seed=args.seed, **recipe)
+
+    of_real = None
+    for file in files.values():
+        if file["labels"] is not None and file["recipe"].get("split") != "test":
+            of_real = of_real or cas(real.images, real.labels)
+            file["numbers"].update(cas=cas(file["images"], file["labels"]), cas_real=of_real)
+
+
+# ------------------------------------------------------------ 2. what it needs: networks, features, samples
+
+WEIGHTS = "pt_inception-2015-12-05-6726825d.pth"
+WEIGHTS_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{WEIGHTS}"
+WEIGHTS_SHA = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+CAS_MODELS = ("resnet18", "resnet34", "resnet50")
+Features = collections.namedtuple("Features", "features logits")
+Extractor = collections.namedtuple("Extractor", "about dim call")  # recipe, number, images → Features
+
+
+@dataclasses.dataclass
+class Real:
+    """The training images, and what is computed of them once, for all sample files."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    names: list
+    features: torch.Tensor = None
+    radii: dict = dataclasses.field(default_factory=dict)  # of all of them (None) and of each class
+
+
+def compare(real, fake, k, c=None):
+    """prdc against the real images, all or of class c; their radii, most of the work, serve all files."""
+    points = real.features if c is None else real.features[real.labels == c]
+    if c not in real.radii:
+        real.radii[c] = knn_radii(points, k)
+    return prdc(points, fake, k, real.radii[c])
+
+
+def nearest_images(images, real, device):
+    """The index of the training image nearest to each sample; whole numbers are exact in float64."""
+    found = []
+    for part in images.flatten(1).split(BLOCK):
+        part = part.to(device).double()
+        values, indices = [], []
+        for start, block in enumerate(real.flatten(1).split(BLOCK)):
+            block = block.to(device).double()
+            value, index = torch.addmm(block.square().sum(1), part, block.T, alpha=-2).min(1)
+            values.append(value)
+            indices.append(index + start * BLOCK)
+        found.append(torch.stack(indices).gather(0, torch.stack(values).argmin(0)[None])[0].cpu())
+    return torch.cat(found)
 
 
 def resize_for_inception(images, resize):
     """uint8 → 299×299, three channels, about −1 to 1.
 
-    "tf" is TensorFlow's old bilinear rule (source = target × size / 299, no half-pixel centres), then (x − 128) / 128: the
-    paper's FID. "torch" is pytorch-fid's: today's rule, then 2x − 1.
+    "tf" is TensorFlow's old bilinear rule (source = target × size / 299, no half-pixel centres), then
+    (x − 128) / 128: the paper's FID. "torch" is pytorch-fid's: today's rule, then 2x − 1.
     """
     x = images.expand(-1, 3, -1, -1).float()
     if resize == "torch":
@@ -236,39 +455,97 @@ def inception_weights(given, root):
         with urllib.request.urlopen(WEIGHTS_URL, timeout=30) if fetch else open(path, "rb") as file:
             data = file.read()
     except Exception as error:  # no network, a proxy's refusal, a cut connection, no such file
-        raise UserError(f"FID's Inception weights cannot be had ({error}); get {WEIGHTS_URL} and put it at {path}, or name it "
-                        "with --weights; --features own needs none") from None
+        raise UserError(f"FID's Inception weights cannot be had ({error}); get {WEIGHTS_URL} and put it at "
+                        f"{path}, or name it with --weights; --features own needs none") from None
     sha = hashlib.sha256(data).hexdigest()
-    if sha != WEIGHTS_SHA and not given:
-        cure = "not kept, try again" if fetch else "delete it, and it is fetched again"
-        raise UserError(f"{WEIGHTS_URL if fetch else path}: damaged, its sha256 is not {WEIGHTS_SHA[:8]}…; {cure}")
-    if sha != WEIGHTS_SHA:
-        say(f"warning: --weights {path}: sha256 {sha[:8]}…, not FID's {WEIGHTS_SHA[:8]}…; the numbers compare with nobody else's")
+    if sha != WEIGHTS_SHA and given:
+        trouble = f"sha256 {sha[:8]}…, not FID's {WEIGHTS_SHA[:8]}…"
+        say(f"warning: --weights {path}: {trouble}; the numbers compare with nobody else's")
+    elif sha != WEIGHTS_SHA:
+        where, cure = (WEIGHTS_URL, "try again") if fetch else (path, "delete it, and it is fetched again")
+        raise UserError(f"{where}: damaged, its sha256 is not {WEIGHTS_SHA[:8]}…; {cure}")
     if fetch:
         write_whole(path, data)
     return path, sha
 
 
 def load_inception(path):
-    """FID's Inception on torchvision's blocks. Called, it gives the features; the logits for IS leave out the last bias.
-
-    Its arithmetic is not torchvision's: average pools leave the padding out of the mean, the last block has a max pool. The
-    blocks pool inside their forward, so a block's input is noted and its pool branch handed the right pool of that.
-    """
-    settings = dict(weights=None, num_classes=1008, aux_logits=False, transform_input=False, init_weights=False)
-    net = import_torchvision().models.inception_v3(**settings)
+    """FID's Inception network with the weights in a file."""
+    settings = dict(num_classes=1008, aux_logits=False, transform_input=False, init_weights=False)
+    net = import_torchvision().models.inception_v3(weights=None, **settings).eval()
     try:
         net.load_state_dict(dict(load_checkpoint(path)))
     except (RuntimeError, AttributeError) as error:
         trouble = " ".join(str(error).split())[:90]
         raise UserError(f"{path}: not FID's Inception ({trouble}…); the usual file is {WEIGHTS}") from None
-    for name, part in net.named_children():
-        if hasattr(part, "branch_pool"):
-            pool = nn.MaxPool2d(3, 1, 1) if name == "Mixed_7c" else nn.AvgPool2d(3, 1, 1, count_include_pad=False)
-            part.register_forward_pre_hook(lambda part, inputs: setattr(part, "seen", inputs[0]))
-            part.branch_pool.register_forward_pre_hook(lambda _, inputs, part=part, pool=pool: (pool(part.seen),))
-    net.head, net.fc = net.fc, nn.Identity()
-    return net.eval().requires_grad_(False).to(memory_format=torch.channels_last)  # three times as fast on a CPU
+    return Inception(net).requires_grad_(False).to(memory_format=torch.channels_last)  # much faster on a CPU
+
+
+class Inception(nn.Module):
+    """torchvision's layers, every BatchNorm folded into its convolution, FID's arithmetic → 2048 features.
+
+    Average pools leave the padding out of the mean, and the last block has a max pool.
+    """
+
+    def __init__(self, net):
+        super().__init__()
+        names = [name for name, _ in net.named_children() if name.startswith(("Conv2d", "maxpool", "Mixed"))]
+        self.layers, self.head = nn.ModuleDict({name: getattr(net, name) for name in names}), net.fc
+        for layer in self.layers.modules():
+            if hasattr(layer, "bn"):
+                layer.conv, layer.bn = nn.utils.fuse_conv_bn_eval(layer.conv, layer.bn), nn.Identity()
+
+    def forward(self, x):
+        for name, layer in self.layers.items():
+            x = self.block(layer, x, name == "Mixed_7c") if name.startswith("Mixed") else layer(x)
+        return x.mean((2, 3))
+
+    def block(self, layers, x, last):
+        """Branches side by side. NAME_1, NAME_2, ... follow each other; NAME_3a, NAME_3b share an input."""
+        inputs, outputs = {}, {}
+        for name, layer in layers.named_children():
+            branch, _, step = name.partition("_")
+            if step == "pool" and last:
+                outputs[name] = layer(F.max_pool2d(x, 3, 1, 1))
+            elif step == "pool":  # after the 1×1 convolution: it commutes with a mean, has fewer channels
+                outputs[name] = F.avg_pool2d(layer.conv(x), 3, 1, 1, count_include_pad=False).relu_()
+            elif step.endswith(("a", "b")):
+                outputs.pop(branch, None)
+                outputs[name] = layer(inputs[branch])
+            else:
+                inputs[branch] = outputs[branch] = layer(inputs.get(branch, x))
+        if "branch_pool" not in outputs:
+            outputs["pool"] = F.max_pool2d(x, 3, 2)
+        return torch.cat(list(outputs.values()), 1)
+
+
+def inception_extractor(args, metrics, device):
+    path, sha = inception_weights(args.weights, args.root)
+    net = load_inception(path).to(device)
+    if "is" in metrics and not net.head.weight.any():
+        rest = ",".join(key for key in METRICS if key in metrics - {"is"})
+        raise UserError(f"{path}: weights without a head, which IS needs; leave IS out: --metrics {rest}")
+
+    def call(images):
+        parts = images.split(10 if device.type == "cpu" else len(images))  # ten suit the cache of a CPU
+        features = torch.cat([net(resize_for_inception(part, args.resize)) for part in parts])
+        return Features(features, features @ net.head.weight.T)  # FID's logits leave out the last bias
+
+    return Extractor(dict(features="inception", sha256=sha, resize=args.resize), 2048, call)
+
+
+def own_extractor(real, args, device):
+    config = (OWN["depth"], len(real.names), OWN["width"], real.images.shape[1])
+    recipe = dict(OWN, steps=args.own_steps)
+    net, accuracy = train_clean("own", NoisyResNet, config, real.images, real.labels, recipe, args, device)
+
+    def call(images):
+        x = images.float() / 255
+        features = net.features(x, x.new_full(x.shape[:1], CLEAN))
+        return Features(features, net.linear(features))
+
+    about = dict(features="own", sha256=checksum(net.state_dict()), test_accuracy=accuracy, seed=args.seed)
+    return Extractor(dict(about, **recipe), net.linear.in_features, call)
 
 
 class ResNet(nn.Module):
@@ -280,354 +557,301 @@ class ResNet(nn.Module):
         self.net = getattr(import_torchvision().models, model)(num_classes=classes)
 
     def forward(self, x, sigma):
-        return self.net(2 * x.expand(-1, 3, -1, -1) - 1)
+        return self.net(x.expand(-1, 3, -1, -1))
 
 
-# ---------------------------------------------------------------------------- samples against real images
-
-
-class Evaluation:
-    """The real images, their features and the settings, shared by all sample files; each made when it is first needed."""
-
-    def __init__(self, args):
-        self.args, self.device, self.folder, self.radii = args, set_up(args), pathlib.Path(args.root) / "features", {}
-        self.spared = args.metrics is None and self.device.type != "cuda"  # CAS, which would take hours
-        args.metrics = args.metrics or ",".join(METRICS[: -1 if self.spared else None])
-        self.metrics = set(METRICS if args.metrics == "all" else args.metrics.split(","))
-        if not self.metrics <= set(METRICS):
-            raise UserError(f"--metrics {args.metrics}: must be all, or some of {','.join(METRICS)}")
-        self.needs_real = args.features == "own" or args.save_stats or self.metrics - ({"is", "fid"} if args.stats else {"is"})
-
-    @functools.cache
-    def images(self, split="train"):
-        return load_images(self.args.data, split, self.args.size, self.args.root)
-
-    @functools.cached_property
-    def real_features(self):
-        return self.features(self.images()[0], "real images")[0]
-
-    @functools.cached_property
-    def reference(self):
-        """Mean and covariance for FID: of the real features, or from a file of pytorch-fid's kind."""
-        path, d = self.args.stats, self.extractor[1]
-        if not path:
-            return moments(self.real_features)
-        found = read_npz(path)
-        mu, cov = (np.asarray(found.get(key, np.nan)) for key in ("mu", "sigma"))
-        if mu.shape != (d,) or cov.shape != (d, d) or not np.isfinite(mu).all() or not np.isfinite(cov).all():
-            raise UserError(f"--stats {path}: holds {', '.join(f'{k} {v.shape}' for k, v in found.items())}; these features need "
-                            f"finite mu ({d},) and sigma ({d}, {d}), as --save-stats writes them")
-        return mu, cov
-
-    @functools.cached_property
-    def extractor(self):
-        """What makes the features: its recipe, how many features, a function from uint8 images to features and logits."""
-        if self.args.features == "inception":
-            path, sha = inception_weights(self.args.weights, self.args.root)
-            net = load_inception(path).to(self.device)
-
-            def call(images):
-                features = net(resize_for_inception(images, self.args.resize))
-                return features, features @ net.head.weight.T
-
-            return dict(features="inception", sha256=sha, resize=self.args.resize), 2048, call
-        images, labels, names = self.images()
-        recipe = dict(OWN, steps=self.args.own_steps)
-        net = self.trained("own", NoisyResNet, (OWN["depth"], len(names), OWN["width"], images.shape[1]), images, labels, recipe)
-
-        def call(images):
-            x = images.float() / 255
-            features = net.features(x, x.new_full(x.shape[:1], CLEAN))
-            return features, net.linear(features)
-
-        about = dict(features="own", sha256=checksum(net.state_dict()), test_accuracy=self.accuracy(net), seed=self.args.seed)
-        return dict(about, **recipe), net.linear.in_features, call
-
-    def trained(self, kind, network, config, images, labels, recipe):
-        """A classifier trained by `fit` on images without noise; kept by content, so resumed and never trained twice."""
-        seed = self.args.seed
-        torch.manual_seed(mix(seed, kind))
-        net = network(*config).to(self.device)
-        settings = dict(recipe, seed=seed, config=net.config)
-        path = self.folder / f"{kind}-{checksum([images, labels, settings])[:24]}.pt"
-        draw = image_draw(images, labels, recipe["batch"], seed, CLEAN, CLEAN, flip=False)
-        fit(net, draw, lambda x, sigma, y, z: ce_loss(net, x, sigma, y, 0.0), path, kind, settings, steps=recipe["steps"],
-            lr=recipe["lr"], cosine=recipe["cosine"], seed=seed, device=self.device, restart=self.args.restart)
-        return net.eval().requires_grad_(False)
-
-    def accuracy(self, net):
-        """Share of the real test images that a classifier puts into their class."""
-        right, (images, labels, _) = 0, self.images("test")
-        for x, y in zip(images.split(self.args.batch), labels.split(self.args.batch)):
-            x = x.to(self.device).float() / 255
+def train_clean(kind, network, config, images, labels, recipe, args, device):
+    """A classifier of images without noise, kept by content, trained once → it, its test accuracy."""
+    torch.manual_seed(derive_seed(args.seed, kind))
+    net = network(*config).to(device)
+    settings = dict(recipe, seed=args.seed, config=net.config)
+    path = pathlib.Path(args.root) / "features" / f"{kind}-{checksum([images, labels, settings])[:24]}.pt"
+    batch = image_batches(images, labels, recipe["batch"], args.seed, CLEAN, CLEAN, flip=False)
+    plan = Plan(recipe["steps"], recipe["lr"], cosine=recipe["cosine"], seed=args.seed)
+    fit(net, batch, lambda x, sigma, y, z: ce_loss(net, x, sigma, y, 0.0), path, kind, settings, plan, device,
+        restart=args.restart)
+    net.eval().requires_grad_(False)
+    images, labels, _ = load_images(args.data, "test", args.size, args.root)
+    right = 0
+    for x, y in zip(images.split(args.batch), labels.split(args.batch)):
+        x = x.to(device).float() / 255
+        with full_precision():
             right += (net(x, x.new_full(y.shape, CLEAN)).argmax(1).cpu() == y).sum().item()
-        return right / len(images)
-
-    def features(self, images, name):
-        """Features and logits, kept by content, 5,000 images a file: a run that was stopped goes on."""
-        about, _, call = self.extractor
-        key, made, progress = [about["features"], about["sha256"], about.get("resize")], [], None
-        for n, part in enumerate(images.split(5000)):
-            path = self.folder / f"{about['features']}-{checksum([part, key])[:24]}.pt"
-            try:
-                made.append(load_checkpoint(path))
-                continue
-            except UserError:  # not there, or damaged
-                progress = progress or Progress(len(images), 5000 * n, f"{name}: image")
-            rows = []
-            for i, batch in enumerate(part.split(self.args.batch)):
-                with torch.no_grad():
-                    rows.append([v.cpu() for v in call(batch.to(self.device))])
-                progress(5000 * n + self.args.batch * i + len(batch))
-            made.append(dict(zip(("features", "logits"), map(torch.cat, zip(*rows)))))
-            if not made[-1]["features"].isfinite().all():
-                raise UserError(f"{name}: {about['features']} features that are not finite; the extractor's weights are damaged")
-            save_checkpoint(path, made[-1])
-        return tuple(torch.cat([m[key] for m in made]) for key in ("features", "logits"))
-
-    def compare(self, real, fake, part="all"):
-        """prdc; the radii of the real points, most of its work where samples are few, serve all sample files."""
-        real, fake = (v.to(self.device if self.device.type == "cuda" else "cpu") for v in (real, fake))  # float64: not on MPS
-        if part not in self.radii:
-            self.radii[part] = knn_radii(as_points(real, self.args.k), self.args.k)
-        return prdc(real, fake, self.args.k, self.radii[part])
-
-    def check(self, where, images, labels=None):
-        """Samples, a tensor (N, C, H, W) or an array (N, H, W, C) → tensors, labels perhaps None; or an error with its cure."""
-        args, unlabelled = self.args, labels is None
-        if isinstance(images, torch.Tensor):
-            images = images.detach().cpu().movedim(1, -1).numpy() if images.ndim == 4 else images
-        images = np.asarray(images)
-        if images.dtype.kind == "f" and images.size:
-            low, high = images.min(), images.max()
-            if not np.isfinite([low, high]).all():
-                raise UserError(f"{where}: the images hold NaN or infinite values; the sampler failed, draw them again")
-            cure = "x.clip(0, 255)" if low < -1 or high > 1 else "(127.5 * (x + 1))" if low < 0 else "(255 * x)"
-            raise UserError(f"{where}: images are {images.dtype}, {low:.3g} to {high:.3g}; save {cure}.round().astype('uint8')")
-        values = np.unique(images.reshape(-1)[: 10**6]).tolist() if images.dtype == np.uint8 else []
-        if values in ([0], [1], [0, 1], [0, 1, 255]):
-            raise UserError(f"{where}: the only pixel values are {values}, as of floats cast to uint8; scale to 0 to 255 first")
-        labels = np.zeros(images.shape[:1], int) if unlabelled else labels.cpu() if isinstance(labels, torch.Tensor) else labels
-        images, labels = check_images(where, dict(images=images, labels=labels))
-        least = max(2, 10 * ("is" in self.metrics), (args.k + 1) * ("prdc" in self.metrics))
-        if len(images) < least:
-            raise UserError(f"{where}: {len(images)} samples, --metrics {args.metrics} with --k {args.k} needs at least {least}")
-        if not self.needs_real:
-            return images, None
-        real, real_labels, names = self.images()
-        if images.shape[1:] != real.shape[1:]:
-            a, b = ("×".join(map(str, v.shape[1:])) for v in (images, real))
-            cure = f"--size {images.shape[2]} resizes those" if images.shape[1] == real.shape[1] else "see --data"
-            raise UserError(f"{where}: samples are {a} (channels first), the images of --data {args.data} {b}; {cure}")
-        if unlabelled:
-            return images, None
-        counts = torch.bincount(labels, minlength=len(names))
-        if len(counts) > len(names):
-            raise UserError(f"{where}: labels up to {len(counts) - 1}, --data {args.data} has {len(names)} classes; see --data")
-        least = args.k + 1 if "classwise" in self.metrics else int("cas" in self.metrics)
-        for count, what in ((counts, "samples"), (torch.bincount(real_labels), "real images")):
-            if count.min() < least:
-                c = count.argmin().item()
-                raise UserError(f"{where}: class {c} ({names[c]}) has {count[c]} {what}, class-wise metrics with k = {args.k} or "
-                                f"CAS need {least} in every class; draw more, or leave them out with --metrics fid,is,prdc")
-        return images, labels
-
-    def measure(self, images, labels=None, name="samples"):
-        """All numbers but CAS → {key: dict(value, recipe...)}."""
-        numbers, k, data = {}, self.args.k, self.args.data
-        if self.metrics == {"cas"}:
-            return numbers
-        features, logits = self.features(images, name)
-
-        def put(values, **recipe):
-            recipe = dict(n=len(images), **recipe, extractor=self.extractor[0])
-            numbers.update({key: dict(value=value, **recipe) for key, value in values.items()})
-
-        if "fid" in self.metrics:
-            reference = self.args.stats or f"{data}, {len(self.images()[0])} training images"
-            put(dict(fid=frechet_distance(*moments(features), *self.reference)), reference=reference)
-        if "is" in self.metrics:
-            mean, deviation = inception_score(logits)
-            put({"is": inception_score(logits, 1)[0]}, splits=1)
-            put(dict(is_splits=mean), splits=10, deviation=deviation)
-        if "prdc" in self.metrics:
-            real = self.real_features
-            say(f"{name}: precision, recall, density, coverage of {len(features)} samples and {len(real)} real images")
-            put(self.compare(real, features), k=k, reference=f"{data}, {len(real)} training images")
-        if "classwise" in self.metrics and labels is not None:
-            _, real_labels, names = self.images()
-            table = [self.compare(self.real_features[real_labels == c], features[labels == c], c) for c in range(len(names))]
-            for key in PRDC:
-                classes = {name: row[key] for name, row in zip(names, table)}
-                mean = sum(classes.values()) / len(classes)
-                put({f"cw_{key}": mean}, k=k, reference=f"{data}, the training images of each class", classes=classes)
-            if self.args.features == "own":
-                put(dict(accuracy=(logits.argmax(1) == labels).double().mean().item()))
-        return numbers
-
-    def cas(self, images, labels):
-        """Classification Accuracy Score (Ravuri & Vinyals 2019): accuracy on real test images after training on these alone."""
-        recipe = dict(CAS, steps=self.args.cas_steps)
-        net = self.trained("cas", ResNet, (self.args.cas_model, len(self.images()[2])), images, labels, recipe)
-        return dict(value=self.accuracy(net), n=len(images), model=self.args.cas_model, seed=self.args.seed, **recipe)
+    return net, right / len(images)
 
 
-def evaluate(samples, labels=None, **flags):
-    """Numbers of samples in memory → {key: value}; flags as keywords: evaluate(images, labels, data="fashion", metrics="fid")."""
-    args = make_parser().parse_args([])
-    if unknown := set(flags) - set(vars(args)):
-        raise UserError(f"evaluate: no flag {min(unknown)}; there are {', '.join(vars(args))}")
-    vars(args).update(flags)
-    evaluation = Evaluation(args)
-    samples, labels = evaluation.check("samples", samples, labels)
-    numbers = evaluation.measure(samples, labels)
-    if "cas" in evaluation.metrics and labels is not None:
-        numbers.update(cas=evaluation.cas(samples, labels), cas_real=evaluation.cas(*evaluation.images()[:2]))
-    return {key: number["value"] for key, number in numbers.items()}
+def extract(images, extractor, args, device, name):
+    """Features and logits, kept by content, 5,000 images per file: a run that was stopped continues."""
+    about, made, progress = extractor.about, [], None
+    key = [about["features"], about["sha256"], about.get("resize")]
+    for n, part in enumerate(images.split(5000)):
+        path = pathlib.Path(args.root) / "features" / f"{about['features']}-{checksum([part, key])[:24]}.pt"
+        try:
+            made.append(load_checkpoint(path))
+            continue
+        except UserError:  # not there, or damaged
+            progress = progress or Progress(len(images), 5000 * n, f"{name}: image")
+        rows, done = [], 5000 * n
+        for batch in part.split(args.batch):
+            with torch.no_grad(), full_precision():
+                rows.append([v.cpu() for v in extractor.call(batch.to(device))])
+            done += len(batch)
+            progress(done)
+        features, logits = map(torch.cat, zip(*rows))
+        if not features.isfinite().all():
+            raise UserError(f"{name}: features that are not finite; the weights of the extractor are damaged")
+        made.append(dict(features=features, logits=logits))
+        save_checkpoint(path, made[-1])
+    where = device if device.type == "cuda" else "cpu"  # the metrics need float64, which MPS has not
+    return Features(*(torch.cat([part[key] for part in made]).to(where) for key in ("features", "logits")))
 
 
-# ---------------------------------------------------------------------------- files, table, command line
+def read_stats(path, dim):
+    """Mean and covariance for FID from a file of pytorch-fid's kind."""
+    found = read_npz(path)
+    mu, cov = (np.asarray(found.get(key, np.nan)) for key in ("mu", "sigma"))
+    fits = mu.shape == (dim,) and cov.shape == (dim, dim)
+    if not fits or not np.isfinite(mu).all() or not np.isfinite(cov).all():
+        shapes = ", ".join(f"{key} {value.shape}" for key, value in found.items())
+        raise UserError(f"--stats {path}: holds {shapes}; these features need finite mu ({dim},) and sigma "
+                        f"({dim}, {dim}), as --save-stats writes them")
+    return mu, cov
 
 
-def read_samples(path, names):
-    """Images, labels or None, recipe: of our .npz, guided-diffusion's, or a folder of pictures, in class folders or flat."""
+def read_samples(path):
+    """Our .npz, guided-diffusion's, a folder or `test` → dict(path, images, labels, recipe, folders)."""
+    file = dict(path=str(path), images=None, labels=None, recipe={}, folders=None)
     if path.is_dir():
         found, folders = read_folder(path, None)
-        if folders == ["."] or not names:
-            return found["images"], None, {}
-        known = {name: i for i, name in enumerate(names)}
-        if not set(folders) <= set(known):
-            known = {name: int(name) for name in folders if name.isdecimal()}
-        if wrong := set(folders) - set(known):
-            raise UserError(f"{path}: its sub-folder {min(wrong)!r} is no class of --data; name them {names[0]}… or 0, 1, 2…")
-        return found["images"], np.array([known[name] for name in folders])[found["labels"]], {}
+        if folders == ["."]:
+            return dict(file, images=found["images"])
+        return dict(file, **found, folders=folders)
+    if str(path) == "test" and not path.exists():
+        return dict(file, recipe=dict(split="test"))
+    if path.suffix == ".npy":
+        raise UserError(f"{path}: an array without names; save np.savez('x.npz', images=..., labels=...)")
     found = read_npz(path)
     images = found.get("images", found.get("arr_0"))
     if images is None:
-        hint = "FID statistics go to --stats" if "mu" in found else "expected images and labels, or arr_0 and arr_1"
+        hint = "FID statistics go to --stats" if "mu" in found else "expected images, labels or arr_0, arr_1"
         raise UserError(f"{path}: holds {', '.join(found) or 'nothing'}; {hint}")
     try:
         recipe = dict(json.loads(str(found.get("recipe", "{}"))))
     except (ValueError, TypeError):
-        raise UserError(f"{path}: its recipe is not a JSON object; the file is damaged, draw the samples again") from None
-    return images, found.get("labels", found.get("arr_1")), recipe
+        raise UserError(f"{path}: its recipe is not a JSON object; it is damaged, sample again") from None
+    return dict(file, images=images, labels=found.get("labels", found.get("arr_1")), recipe=recipe)
+
+
+# ------------------------------------------------------------ 3. machinery: checks, arguments, the table
+
+
+def check_samples(file, real, args, metrics):
+    """Makes the images a tensor (N, C, H, W) and the labels one, or None; or an error that names the cure."""
+    path, images, labels = file["path"], file["images"], file["labels"]
+    if real and file["folders"]:
+        labels = folder_labels(path, labels, file["folders"], real.names)
+    if isinstance(images, torch.Tensor):
+        images = images.detach().cpu()
+        if images.ndim == 4 and images.shape[1] in (1, 3) and images.shape[3] not in (1, 3):
+            images = images.movedim(1, -1)
+    images = np.asarray(images)
+    if images.dtype.kind == "f" and images.size:
+        low, high = images.min(), images.max()
+        if not np.isfinite([low, high]).all():
+            raise UserError(f"{path}: the images hold NaN or infinite values; the sampler failed, try again")
+        cure = "x.clip(0, 255)" if low < -1 or high > 1 else "(127.5 * (x + 1))" if low < 0 else "(255 * x)"
+        cure += ".round().astype('uint8')"
+        raise UserError(f"{path}: images are {images.dtype}, {low:.3g} to {high:.3g}; save {cure}")
+    values = np.unique(images.reshape(-1)[: 10**6]).tolist() if images.dtype == np.uint8 else []
+    if values in ([0], [1], [0, 1], [0, 1, 255]):
+        trouble = f"the only pixel values are {values}, as of floats cast to uint8"
+        raise UserError(f"{path}: {trouble}; scale to 0 to 255 first")
+    if isinstance(labels, torch.Tensor):
+        labels = labels.cpu()
+    given = np.zeros(images.shape[:1], int) if labels is None else labels
+    images, given = check_images(path, dict(images=images, labels=given))
+    least = max(2, 10 if "is" in metrics else 0, args.k + 1 if "prdc" in metrics else 0)
+    if len(images) < least:
+        raise UserError(f"{path}: {len(images)} samples, the metrics with --k {args.k} need at least {least}")
+    if real and images.shape[1:] != real.images.shape[1:]:
+        ours, theirs = ("×".join(map(str, v.shape[1:])) for v in (images, real.images))
+        cure = f"--size {images.shape[2]} resizes those"
+        if images.shape[1] != real.images.shape[1]:
+            cure = "see --data"
+            if images.shape[1] == 3:
+                cure = "save one channel, images[..., :1], or see --data"
+        where = f"the images of --data {args.data}"
+        raise UserError(f"{path}: samples are {ours} (channels first), {where} {theirs}; {cure}")
+    file.update(images=images, labels=None)
+    if real and labels is not None:
+        check_labels(path, given, real, args, metrics)
+        file["labels"] = given
+
+
+def folder_labels(path, labels, folders, names):
+    """Labels by the names of the sub-folders: class names, or numbers."""
+    known = {name: c for c, name in enumerate(names)}
+    if not set(folders) <= set(known):
+        known = {name: int(name) for name in folders if name.isdecimal()}
+    if wrong := set(folders) - set(known):
+        cure = f"name them {names[0]}… or 0, 1, 2…"
+        raise UserError(f"{path}: its sub-folder {min(wrong)!r} is no class of --data; {cure}")
+    return np.array([known[name] for name in folders])[labels]
+
+
+def check_labels(path, labels, real, args, metrics):
+    names = real.names
+    if labels.max() >= len(names):
+        trouble = f"labels up to {labels.max()}, --data {args.data} has {len(names)} classes"
+        raise UserError(f"{path}: {trouble}; see --data")
+    least = args.k + 1 if "classwise" in metrics else 1 if "cas" in metrics else 0
+    for values, what in ((labels, "samples"), (real.labels, "real images")):
+        counts = values.bincount(minlength=len(names))
+        if counts.min() < least:
+            c = counts.argmin().item()
+            cure = f"need {least} in every class; sample more, or leave them out with --metrics fid,is,prdc"
+            trouble = f"class {c} ({names[c]}) has {counts[c]} {what}"
+            raise UserError(f"{path}: {trouble}, class-wise metrics with k = {args.k} or CAS {cure}")
+
+
+def with_recipe(args, recipes):
+    """The arguments with --data and --size as in the first recipe that has them, where they are not given."""
+    recipe = next((recipe for recipe in recipes if isinstance(recipe.get("data"), str)), {})
+    data, size = args.data or recipe.get("data"), args.size
+    if recipe and size is None and pathlib.Path(data).name == pathlib.Path(recipe["data"]).name:
+        size = recipe.get("size") if isinstance(recipe.get("size"), int) else None
+    if (data, size) != (args.data, args.size):
+        say(f"--data {data}" + (f" --size {size}" if size else "") + ", as in the recipe of the samples")
+    return argparse.Namespace(**dict(vars(args), data=data or "cifar10", size=size))
+
+
+def try_folder(folder, cure):
+    """A folder that cannot be written is an error before the first computation."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); {cure}") from None
+
+
+@contextlib.contextmanager
+def full_precision():
+    """Matrix products and convolutions on CUDA without TF32, which training may use."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+ROWS = {  # of the table, in the paper's order: title, digits, which value is best
+    "fid": ("FID", 2, min), "is": ("IS", 2, max), "is_splits": ("IS, ten splits", 2, max),
+    **{key: (key.capitalize(), 3, max) for key in PRDC},
+    "cas": ("CAS", 3, max), "cas_real": ("CAS of real images", 3, None),
+    "accuracy": ("Class accuracy", 3, max), "exact_accuracy": ("Class accuracy, exact", 3, max),
+    "distinct": ("Distinct images", 0, None), "cw_fid": ("(CW) FID", 2, min),
+    **{f"cw_{key}": (f"(CW) {key.capitalize()}", 3, max) for key in PRDC}}
+PAPER_ROWS = ("fid", "is", *PRDC, "cas", *(f"cw_{key}" for key in PRDC))
+PAPER = {  # Table 2
+    "cifar10": {"base": (4.10, 9.08, 0.67, 0.61, 1.05, 0.80, 0.38, 0.51, 0.59, 0.63, 0.60),
+                "scaling": (12.48, 9.37, 0.75, 0.49, 1.36, 0.75, 0.46, 0.70, 0.42, 1.23, 0.66),
+                "ours": (2.25, 9.90, 0.65, 0.62, 0.96, 0.81, 0.58, 0.56, 0.61, 0.76, 0.71)},
+    "cifar100": {"base": (4.52, 11.53, 0.62, 0.62, 0.84, 0.71, 0.15, 0.33, 0.68, 0.30, 0.38),
+                 "scaling": (12.58, 11.59, 0.65, 0.52, 0.93, 0.61, 0.24, 0.59, 0.41, 0.78, 0.51),
+                 "ours": (3.86, 11.62, 0.61, 0.63, 0.82, 0.71, 0.28, 0.42, 0.68, 0.43, 0.52)}}
+
+
+def paper_columns(data):
+    """Table 2 as columns for `markdown`; they have no n, which tells them from ours."""
+    return {f"{name} (paper)": {key: dict(value=value) for key, value in zip(PAPER_ROWS, values)}
+            for name, values in PAPER[data].items()}
 
 
 def markdown(columns, fid, real=()):
-    """The table: rows as in the paper, one column a file; the best of ours (but for `real` images), and of the paper's, in bold."""
+    """The paper's rows, one column per file. Bold: the best of ours but `real`, and of the paper."""
     lines = ["| | | " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * len(columns)]
     for key, (title, digits, best) in ROWS.items():
         cells = {name: numbers[key] for name, numbers in columns.items() if key in numbers}
         if not any("n" in cell for cell in cells.values()):
             continue
+        rivals = {}  # of ours and of the paper's columns
+        for name, cell in cells.items():
+            if name not in real:
+                rivals.setdefault("n" in cell, []).append(round(cell["value"], digits))
         texts = []
-        for name, cell in ((name, cells.get(name)) for name in columns):
-            rivals = [round(v["value"], digits) for other, v in cells.items()
-                      if cell and not {name, other} & set(real) and ("n" in v) == ("n" in cell)]
-            text = f"{cell['value']:.{digits if 'n' in cell else 2}f}" if cell else "–"
-            text = f"**{text}**" if best and len(rivals) > 1 and best(rivals) == round(cell["value"], digits) else text
-            texts.append(text + (f" ± {cell['deviation']:.2f}" if cell and "deviation" in cell else ""))
+        for name in columns:
+            if name not in cells:
+                texts.append("–")
+                continue
+            cell = cells[name]
+            text = f"{cell['value']:.{digits if 'n' in cell else 2}f}"
+            others = rivals.get("n" in cell, [])
+            if best and name not in real and len(others) > 1 and best(others) == round(cell["value"], digits):
+                text = f"**{text}**"
+            if "deviation" in cell:
+                text += f" ± {cell['deviation']:.2f}"
+            if "expected" in cell:
+                text += f" of {cell['expected']:.1f} expected"
+            texts.append(text)
         if key == "fid":
-            title = f"{fid}@" + "/".join(dict.fromkeys(str(cell["n"]) for cell in cells.values() if "n" in cell))
-        lines.append(f"| {title} | {({min: '↓', max: '↑'}).get(best, '')} | {' | '.join(texts)} |")
+            counts = dict.fromkeys(str(cell["n"]) for cell in cells.values() if "n" in cell)
+            title = f"{fid}@{'/'.join(counts)}"
+        if key == "cw_fid":
+            title = f"(CW) {fid}"
+        arrow = {min: "↓", max: "↑"}.get(best, "")
+        lines.append(f"| {title} | {arrow} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
-def paper_columns(data):
-    """Table 2 as columns for `markdown`; they have no n, which tells them from ours."""
-    keys = [key for key in ROWS if key not in ("is_splits", "cas_real", "accuracy")]
-    return {f"{name} (paper)": {key: dict(value=value) for key, value in zip(keys, values)} for name, values in PAPER[data].items()}
-
-
-def report(files, evaluation, out):
-    """Writes evaluation.json, .md, and Figure 4: the sorted class-wise differences to the first file → the table with notes."""
-    args, (about, d) = evaluation.args, ({}, 0) if evaluation.metrics == {"cas"} else evaluation.extractor[:2]
-    columns, notes = {name: file["numbers"] for name, file in files.items()}, []
-    fid = "FD" if args.features == "own" else "FID"
-    for n in sorted({file["n"] for file in files.values() if "fid" in file["numbers"] and file["n"] < 10_000}):
-        trouble = f"fewer than {d + 1} samples: not comparable" if n <= d else f"few samples: compare with {fid}@{n} only"
-        notes.append(f"Warning: {fid}@{n} is of {trouble}")
-    if evaluation.spared:
-        notes.append("CAS was left out, as there is no GPU; --metrics all includes it")
-    for name, file in files.items():
-        data = str(file["recipe"].get("data", args.data))
-        if pathlib.Path(data).name != pathlib.Path(args.data).name:
-            notes.append(f"Warning: {name} was drawn for {data}, not for --data {args.data}")
-    whole = dict(data=args.data, size=args.size, features=about, notes=notes, files=files)
-    write_whole(out / "evaluation.json", json.dumps(whole, indent=1).encode())
-    first, *others = [name for name in files if "cw_recall" in columns[name]] or [None]
+def figure_4(columns, out):
+    """The sorted differences of the class-wise numbers to those of the first file, one picture per file."""
+    first, *others = [name for name in columns if "cw_recall" in columns[name]] or [None]
     for name in others:
         panels = []
         for key in PRDC:
             a, b = (columns[v][f"cw_{key}"]["classes"] for v in (first, name))
             bars = sorted((b[c] - a[c] for c in a), reverse=True)
-            panels.append(dict(title=f"Class-wise {key}", x="classes, sorted", y=f"{name} minus {first}", bars=bars))
+            title, y = f"Class-wise {key}", f"{name} minus {first}"
+            panels.append(dict(title=title, x="classes, sorted", y=y, bars=bars))
         chart(out / f"classwise-{name}-minus-{first}.png", panels, columns=2)
-    columns.update(paper_columns(args.data) if args.paper else {})
-    what = f"resize {args.resize}" if fid == "FID" else f"test accuracy {about.get('test_accuracy', 0):.4f}"
-    title = f"{args.data}, {args.features} features (sha256 {about['sha256'][:8]}, {what}), k = {args.k}" if about else args.data
+
+
+def report(files, about, dim, args, metrics, out):
+    """Writes evaluation.json, evaluation.md and Figure 4 → the table with its notes."""
+    columns, notes = {name: file["numbers"] for name, file in files.items()}, []
+    fid = "FD" if args.features == "own" else "FID"
+    small = {file["n"] for file in files.values() if "fid" in file["numbers"] and file["n"] < 10_000}
+    for n in sorted(small):
+        trouble = f"few samples: compare with {fid}@{n} only"
+        if n <= dim:
+            trouble = f"fewer than {dim + 1} samples: not comparable"
+        notes.append(f"Warning: {fid}@{n} is of {trouble}")
+    for n in sorted({min(v["cw_fid"]["n_per_class"]) for v in columns.values() if "cw_fid" in v}):
+        notes.append(f"Warning: (CW) {fid} is of {n} samples per class, few: compare with as few only")
+    if args.metrics is None and "cas" not in metrics:
+        notes.append("CAS was left out, as there is no GPU; --metrics all includes it")
+    for name, file in files.items():
+        data = str(file["recipe"].get("data", args.data))
+        if pathlib.Path(data).name != pathlib.Path(args.data).name:
+            notes.append(f"Warning: {name} was drawn for {data}, not for --data {args.data}")
+    shown = ("path", "n", "recipe", "numbers")
+    kept = {name: {key: file[key] for key in shown} for name, file in files.items()}
+    content = dict(data=args.data, size=args.size, features=about, notes=notes, files=kept)
+    write_whole(out / "evaluation.json", json.dumps(content, indent=1).encode())
+    figure_4(columns, out)
+    title = args.data
+    if about:
+        what = f"resize {args.resize}" if fid == "FID" else f"test accuracy {about['test_accuracy']:.4f}"
+        title += f", {args.features} features (sha256 {about['sha256'][:8]}, {what}), k = {args.k}"
+    if args.paper:
+        columns.update(paper_columns(args.data))
     real = [name for name, file in files.items() if file["recipe"].get("split") == "test"]
     text = "\n\n".join([title, markdown(columns, fid, real), *notes])
     write_whole(out / "evaluation.md", f"{text}\n".encode())
     return text
-
-
-def make_parser():
-    parser = Parser(__doc__)
-    shared_flags(parser, None)
-    parser.add_argument("samples", nargs="*", type=pathlib.Path, help="sample files or folders; Figure 4 compares with the first; test "
-                        "stands for held-out real images, as many as the files before it have (default: runs/RUN/samples-*.npz)")
-    parser.flag("--metrics", None, f"some of {','.join(METRICS)}, or all (default: all; without a GPU all but cas, which trains "
-                "a ResNet for each file and one on real images)")
-    parser.flag("--features", "inception", "FID's, or own: of a ResNet trained on the real images", choices=["inception", "own"])
-    parser.flag("--own-steps", 1500, "training steps of that ResNet, of 128 images", number(int, 1, 10**9))
-    parser.flag("--weights", None, f"Inception's weights (default: ROOT/features/{WEIGHTS}, fetched if need be)")
-    parser.flag("--resize", "tf", "to 299×299 for Inception: tf (the paper's) or torch (pytorch-fid's)", choices=["tf", "torch"])
-    parser.flag("--stats", None, "FID's reference: an .npz with mu and sigma, in place of the training images")
-    parser.flag("--save-stats", None, "write such a file, of the training images", pathlib.Path)
-    parser.flag("--k", 3, "neighbours for precision, recall, density and coverage", number(int, 1, 1000))
-    parser.flag("--batch", 100, "images a pass through the extractor", number(int, 1, 10**5))
-    parser.flag("--cas-model", "resnet50", "torchvision's network for CAS", choices=["resnet18", "resnet34", "resnet50"])
-    parser.flag("--cas-steps", 10_000, "training steps for CAS, of 150 images", number(int, 1, 10**9))
-    parser.flag("--paper", False, "the paper's columns beside ours (cifar10, cifar100)")
-    parser.flag("--out", None, "folder of evaluation.json and the pictures (default: that of the first file)", pathlib.Path)
-    return parser
-
-
-def main():
-    args = make_parser().parse_args()
-    if args.paper and args.data not in PAPER:
-        raise UserError(f"--paper: the paper has numbers for {' and '.join(PAPER)}, not for --data {args.data}")
-    paths, files, samples = args.samples or sorted(run_folder(args).glob("samples-*.npz")), {}, {}
-    if not paths:
-        raise UserError(f"{run_folder(args)}: has no samples-*.npz; python sample.py makes them, or name your files")
-    out, evaluation = args.out or paths[0].absolute().parent, Evaluation(args)
-    for path in paths:
-        names = evaluation.images()[2] if evaluation.needs_real and path.is_dir() else []
-        if str(path) == "test" and not path.exists():
-            most = max((file["n"] for file in files.values()), default=None)
-            images, labels, recipe = *(v[:most] for v in evaluation.images("test")[:2]), dict(split="test")
-        else:
-            images, labels, recipe = read_samples(path, names)
-        name = path.stem.removeprefix("samples-")
-        while name in files:
-            name = f"{path.absolute().parent.name}-{name}"
-        samples[name] = evaluation.check(path, images, labels)
-        files[name] = dict(path=str(path), n=len(images), recipe=recipe)
-    for name, file in files.items():
-        file["numbers"] = evaluation.measure(*samples[name], name)
-    if args.save_stats:
-        mu, cov = moments(evaluation.real_features)
-        write_whole(args.save_stats, npz_bytes(mu=mu.numpy(), sigma=cov.numpy()))
-    save_grid(out / "side-by-side.png", [images[:20] for images, _ in samples.values()], list(samples))
-    report(files, evaluation, out)
-    labelled = [name for name, file in files.items() if samples[name][1] is not None and file["recipe"].get("split") != "test"]
-    if "cas" in evaluation.metrics and labelled:
-        say(f"CAS: {len(labelled) + 1} trainings of {args.cas_model}, {args.cas_steps} steps; {out}/evaluation.md has the rest")
-        real = evaluation.cas(*evaluation.images()[:2])
-        for name in labelled:
-            files[name]["numbers"].update(cas=evaluation.cas(*samples[name]), cas_real=real)
-    print(f"\n{report(files, evaluation, out)}\n\n{out}/evaluation.json has the recipe of each number")
 
 
 if __name__ == "__main__":

@@ -1,49 +1,58 @@
-"""The two-moons study, where the true scores are known: the paper's Tables 1 and A3 and Figures 1, 5 and A1.
+"""The two-moons study, where the true scores are known: Tables 1 and A3, Figures 1, 5 and A1.
 
-    python toy_moons.py                                   # two cores, about five minutes
-    python toy_moons.py --seeds 5 --out runs/moons5       # mean and deviation over five trainings
+    python toy_moons.py                                 # two cores, about five minutes
+    python toy_moons.py --seeds 5 --out runs/moons5     # mean and deviation over five trainings
 
-Reads nothing. Prints the tables, the paper's values beside ours, and writes to runs/moons/: table.json, figure1.png, figure5.png,
-figureA1.png, and a checkpoint and a log for each network. The same command again continues where it stopped.
+Reads nothing. Prints the tables with the paper's values beside ours and writes to runs/moons/:
+table.json, figure1.png, figure5.png, figureA1.png, and a checkpoint and a log for each network.
+The same command again continues where it stopped.
 
-Losses, samplers and metrics are those of the images. Two networks are compared: "late" is the paper's, in which σ meets x in the
-last layer, so that the gradient of its logits cannot depend on σ; "early" sees both from the first layer.
+Losses, samplers and metrics are those of the images. Two networks are compared: "late" is the
+paper's, in which σ meets x in the last layer, so that the gradient of its logits cannot depend on
+σ; "early" sees both from the first layer.
 """
+import concurrent.futures
 import contextlib
+import dataclasses
+import itertools
 import json
 import math
 import multiprocessing
-import multiprocessing.connection
 import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
 from evaluate import prdc
-from models import ToyNet, UserError, load_checkpoint, load_model, sigma_at, write_whole
+from models import ExactScore, ToyNet, UserError, load_checkpoint, load_model, sigma_at, write_whole
 from sample import COLOURS, chart, pc_sampler, posterior_score, save_png
 from train_classifier import ce_loss, dlsm_loss, likelihood_score, total_loss
-from train_score import Parser, Progress, draw_noise, dsm_loss, fit, from_preset, lock, mix, number, run, say, set_up
+from train_score import (Parser, Plan, Progress, bounded, derive_seed, dsm_loss, fit, from_preset, lock, run,
+                         sample_noise, say, set_up)
+
+# ------------- 1. the story
 
 PRESETS = {
-    # Ours: x / 10 and log σ as inputs and a cosine decay reach the paper's errors with a twentieth of its sample visits.
-    "fast": dict(joins=("late", "early"), scaled=True, steps=8_000, batch=1_000, lr=3e-3, lr_classifier=1e-2, cosine=True,
-                 samples=10_000),
+    # Ours: x / 10 and log σ as inputs, a cosine decay, and a twentieth of the paper's sample visits.
+    "fast": dict(joins=("late", "early"), scaled=True, steps=8_000, batch=1_000, lr=3e-3, lr_classifier=1e-2,
+                 cosine=True, samples=10_000),
     # The paper's (Appendix A.6.2). The released code has 1e-5 for the classifier.
-    "paper": dict(joins=("late",), scaled=False, steps=40_000, batch=4_000, lr=6.5e-4, lr_classifier=2e-5, cosine=False,
-                  samples=10_000),
+    "paper": dict(joins=("late",), scaled=False, steps=40_000, batch=4_000, lr=6.5e-4, lr_classifier=2e-5,
+                  cosine=False, samples=10_000),
 }
-SIGMA_MIN, SIGMA_MAX = 0.01, 10.0  # of the training (A.6.2)
-SIGMA = 7.5  # of the tables; not in the paper, read off its code
-POWER, LAMBDA = 4, 0.125  # the losses' weight σ⁴ (the paper prints 1/σ⁴, its code multiplies), and λ of L_Total (A.6.2)
-NEIGHBOURS = 5  # k of precision and recall (the released code), with 10,000 samples and as many perturbed points a class
-PC_STEPS = 100  # from N(0, 10²) at σ = 10 to 7.5: Langevin steps enough to forget that start, which is not the moons' law
+WIDTHS = (128, 64, 32)  # A.6.2; the released networks have 256, 128, 64
+SIGMA_MIN, SIGMA_MAX = 0.01, 10.0  # of training (A.6.1; released: 0.001), t uniform on [1e-5, 1] as released
+SIGMA = 7.5  # where D_P and D_L are taken and samples end; not in the paper, read off its code
+POWER = 4  # the weight σ⁴ of DSM and DLSM'; the paper prints 1/σ⁴ (A.6.2), its code multiplies by σ⁴
+LAMBDA = 0.125  # of L_Total (A.6.2), with a mean over the two coordinates in L_DLSM', as released
+NEIGHBOURS = 5  # k of precision and recall (released), with 10,000 samples and as many real points per class
+PC_STEPS = 100  # from N(0, 10²) at σ = 10 to 7.5: enough to forget that start; the paper has T = 1,000
 METHODS = {  # key: name, loss of the classifier, α, whether re-normalised (Eq. A2)
     "a": ("(a) Base", "ce", 1, False),
     "b": ("(b) Scaling, alpha = 10", "ce", 10, False),
@@ -62,403 +71,368 @@ PAPER = {  # Tables 1 and A3, classes c1 and c2
     "dlsm": dict(D_P=(0.066, 0.065), D_L=(0.053, 0.053)),
 }
 PAPER.update(ce=PAPER["a"], total=PAPER["d"])
-
-# ---------------------------------------------------------------------------- method
+# Where D_P and D_L are taken: 35×35 points on [−40, 40] × [−25, 25], regular as released, from below.
+GRID = torch.cartesian_prod(torch.linspace(-25, 25, 35), torch.linspace(-40, 40, 35)).flip(1)
 
 
 def moons(n=10_000):
-    """Two crescents without noise (A.6.2): points (n, 2), centred, times 20, and labels (n,): 0 is c1, the upper one."""
+    """Two crescents (A.6.2), centred, times 20, no noise: points (n, 2), labels (n,); 0 is c1, the upper."""
     t, u = (torch.linspace(0, math.pi, count, dtype=torch.float64) for count in (n // 2, n - n // 2))
     points = torch.cat([torch.stack([t.cos(), t.sin()], 1), torch.stack([1 - u.cos(), 0.5 - u.sin()], 1)])
     return (20 * (points - points.mean(0))).float(), (torch.arange(n) >= n // 2).long()
 
 
 def oracle_score(x, points, sigma):
-    """∇ log p_σ(x) of the Parzen density (Eq. 2): Σᵢ wᵢ (pᵢ − x) / σ², w = softmax(−‖x − pᵢ‖² / 2σ²).
+    """∇ log p_σ(x) of the Parzen density of `points` (Eq. 2), by the code that images have."""
+    # In log space: the released code adds 1e-8 to the density and is 5% off far out.
+    labels = torch.zeros(len(points), dtype=torch.long, device=points.device)
+    sigma = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).expand(len(x))
+    return ExactScore(points.to(x.dtype), labels).to(x.device)(x, sigma)
 
-    In log space it is right however far out x lies; the released code adds 1e-8 to the density, 5% off there. Distances come from
-    differences: expanding the square would lose the digits that a small σ needs.
+
+@dataclasses.dataclass(frozen=True)
+class Nets:
+    """The networks of one seed: the score models "score", "c1" and "c2", and a classifier for each loss."""
+    out: pathlib.Path
+    join: str
+    seed: int
+    device: str = "cpu"
+
+    def path(self, name):
+        return self.out / f"{self.join}-{name}-{self.seed}.pt"
+
+    def load(self, name):
+        return load_model(self.path(name), self.device, "classifier" if name in LOSSES else "score")
+
+
+def method_scores(key, c, nets, n=10_000):
+    """S_P and S_L of Table 1, functions of (x, σ): a method's posterior and likelihood score of class c.
+
+    `key` may also be a loss (Table A3). `n` is the number of points behind the oracle.
     """
-    points = points.to(x)
-    variance = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).expand(len(x))[:, None] ** 2
-    block = max(1, 2**19 // len(points))  # rows of distances that stay in the processor's cache
-    scores = []
-    for a, v in zip(x.split(block), variance.split(block)):
-        distance = (a[:, :1] - points[:, 0]).square_().add_((a[:, 1:] - points[:, 1]).square_())
-        scores.append((torch.softmax(distance.mul_(-0.5 / v), 1) @ points - a) / v)
-    return torch.cat(scores)
-
-
-def plane(columns=35, rows=35):
-    """Where D_P and D_L are taken: a regular grid of 1,225 points on [−40, 40] × [−25, 25], row by row from below."""
-    return torch.cartesian_prod(torch.linspace(-25, 25, rows), torch.linspace(-40, 40, columns)).flip(1)
-
-
-def true_scores(x):
-    """The oracle's prior score at σ = 7.5, and the posterior scores of both classes."""
-    points, labels = moons()
-    return oracle_score(x, points, SIGMA), [oracle_score(x, points[labels == c], SIGMA) for c in (0, 1)]
-
-
-def scores_of(key, c, out, join, seed, device="cpu"):
-    """Two functions of (x, σ): the posterior score S_P and the likelihood score S_L of a method, or a loss, for class c."""
-    points, labels = moons()
     if key == "e":
-        return (lambda x, sigma: oracle_score(x, points[labels == c], sigma),
-                lambda x, sigma: oracle_score(x, points[labels == c], sigma) - oracle_score(x, points, sigma))
+        points, labels = moons(n)
+        of_class = points[labels == c]
+        return (lambda x, sigma: oracle_score(x, of_class, sigma),
+                lambda x, sigma: oracle_score(x, of_class, sigma) - oracle_score(x, points, sigma))
     if key == "c":
-        return posterior_score(load_model(out / f"{join}-c{c + 1}-{seed}.pt", device, "score")), None
+        return posterior_score(nets.load(f"c{c + 1}")), None
     _, loss, alpha, renormalize = METHODS.get(key, (None, key, 1, False))
-    score_net = load_model(out / f"{join}-score-{seed}.pt", device, "score")
-    classifier = load_model(out / f"{join}-{loss}-{seed}.pt", device, "classifier")
+    classifier = nets.load(loss)
 
-    def y(x):
-        return torch.full((len(x),), c, device=x.device)
+    def S_L(x, sigma):
+        return likelihood_score(classifier, x, sigma, torch.full_like(sigma, c).long(), alpha, renormalize)
 
-    return (lambda x, sigma: posterior_score(score_net, classifier, y(x), alpha, renormalize)(x, sigma),
-            lambda x, sigma: likelihood_score(classifier, x, sigma, y(x), alpha, renormalize))
+    return posterior_score(nets.load("score"), classifier, c, alpha, renormalize), S_L
 
 
-def score_errors(key, out, join, seed):
-    """E[D_P] and E[D_L] (Eq. 7) of both classes: the mean distance to the oracle's score over the grid."""
-    x, errors = plane(), dict(D_P=[], D_L=[])
-    sigma, (prior, posteriors) = torch.full((len(x),), SIGMA), true_scores(x)
-    for c, posterior in enumerate(posteriors):
-        S_P, S_L = scores_of(key, c, out, join, seed)
-        errors["D_P"].append((S_P(x, sigma) - posterior).norm(dim=1).mean().item())
-        errors["D_L"].append((S_L(x, sigma) - (posterior - prior)).norm(dim=1).mean().item() if S_L else None)
+def score_errors(key, nets):
+    """E[D_P] and E[D_L] (Eq. 7) of both classes: the mean distance to the oracle's scores over the grid."""
+    x = GRID.to(nets.device)
+    sigma = torch.full_like(x[:, 0], SIGMA)
+    errors = dict(D_P=[], D_L=[])
+    for c in (0, 1):
+        for name, score, truth in zip(errors, method_scores(key, c, nets), method_scores("e", c, nets)):
+            distance = (score(x, sigma) - truth(x, sigma)).norm(dim=1).mean().item() if score else None
+            errors[name].append(distance)
     return errors
-
-
-def sample(report, key, c, out, join, seed, device, count):
-    """Draws class c down to σ = 7.5 → precision, recall, density, coverage against data with that noise, and some samples."""
-    points, labels = moons()
-    generator = torch.Generator().manual_seed(mix(seed, "samples", c))  # the same for every method
-
-    def noise(x):
-        return torch.randn(x.shape, generator=generator).to(x)
-
-    real = points[labels == c]
-    real = real[torch.randint(len(real), (count,), generator=generator)]
-    real = real + SIGMA * noise(real)
-    sigmas = sigma_at(torch.linspace(1, 0, PC_STEPS + 1), SIGMA, SIGMA_MAX)
-    S_P, _ = scores_of(key, c, out, join, seed, device)
-    if key == "e":  # 1,000 points a crescent, 0.06 apart, are as good as 5,000 under a kernel of σ = 7.5, and five times as fast
-        few, of_class = moons(2_000)
-        S_P = lambda x, sigma: oracle_score(x, few[of_class == c], sigma)
-    fake = pc_sampler(S_P, SIGMA_MAX * noise(real.to(device)), sigmas, noise=noise).cpu()
-    metrics = prdc(real, fake, k=NEIGHBOURS)
-    report(1)
-    return metrics, fake[:1500].tolist()
-
-
-def train(report, out, preset, join, name, seed, device, restart):
-    """Trains a score model (on all points, or on c1 or c2 alone) or a classifier (named by its loss), or continues it."""
-    points, labels = moons()
-    kind, lr = ("classifier", preset["lr_classifier"]) if name in LOSSES else ("score", preset["lr"])
-    if name in ("c1", "c2"):
-        points, labels = points[labels == int(name[1]) - 1], labels[labels == int(name[1]) - 1]
-    score_net = load_model(out / f"{join}-score-{seed}.pt", device, "score") if name in ("dlsm", "total") else None
-    torch.manual_seed(mix(seed, name))
-    net = ToyNet(2, join=join, scaled=preset["scaled"]).to(device)
-    loss = {
-        "ce": lambda x, sigma, y, z: ce_loss(net, x, sigma, y, z),
-        "dlsm": lambda x, sigma, y, z: dlsm_loss(net, score_net, x, sigma, y, z, POWER),
-        "total": lambda x, sigma, y, z: total_loss(net, score_net, x, sigma, y, z, LAMBDA, POWER),
-    }.get(name, lambda x, sigma, y, z: dsm_loss(net, x, sigma, z, POWER))
-
-    def draw(generator, step, count=preset["batch"]):
-        i = torch.randint(len(points), (count,), generator=generator)
-        sigma, z = draw_noise(generator, (count, 2), SIGMA_MIN, SIGMA_MAX)
-        return points[i], sigma, labels[i], z
-
-    grid = plane().to(device)
-    level = torch.full((len(grid),), SIGMA, device=device)
-    prior, posteriors = true_scores(grid)
-    held = [v.to(device) for v in draw(torch.Generator().manual_seed(0), 0, 5_000)]
-
-    def inspect(step, ema):
-        """For the log, of which Figure 5 is drawn: the score error at σ = 7.5, and the cross-entropy of a fixed sample, all σ."""
-        report(step)
-        with torch.no_grad():
-            if kind == "score":
-                truth = dict(score=prior, c1=posteriors[0], c2=posteriors[1])[name]
-                return dict(error=(net(grid, level) - truth).norm(dim=1).mean().item())
-            S_L = [likelihood_score(net, grid, level, torch.full_like(level, c).long()) for c in (0, 1)]
-            D_L = [(s - (posterior - prior)).norm(dim=1).mean().item() for s, posterior in zip(S_L, posteriors)]
-            return dict(D_L=sum(D_L) / 2, cross_entropy=ce_loss(net, *held).item())
-
-    settings = dict(data="moons", name=name, join=join, seed=seed, lr=lr, sigma_min=SIGMA_MIN, sigma_max=SIGMA_MAX, power=POWER,
-                    lam=LAMBDA, **{key: preset[key] for key in ("scaled", "steps", "batch", "cosine")})
-    fit(net, draw, loss, out / f"{join}-{name}-{seed}.pt", kind, settings, steps=preset["steps"], lr=lr, cosine=preset["cosine"],
-        seed=mix(seed, name), device=device, every=max(1, preset["steps"] // 100), inspect=inspect, restart=restart, quiet=True)
-
-
-# ---------------------------------------------------------------------------- processes
-
-
-def worker(pipe):
-    """Takes jobs from the pipe and sends what comes of them, until the other end is closed."""
-    sys.stdout = open(os.devnull, "w")  # the parent speaks for all
-    torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
-        while True:
-            job, *arguments = pipe.recv()
-            try:
-                answer = ("result", job(lambda count: pipe.send(("count", count)), *arguments))
-            except (UserError, OSError) as error:
-                answer = ("error", error)
-            pipe.send(answer)
-
-
-@contextlib.contextmanager
-def processes():
-    """Workers, pipe → process: one a core, of one thread each, since these matrices are small.
-
-    They are born deaf to Ctrl-C. The parent hears it and, as at any other end, sends them SIGTERM, upon which `fit` saves.
-    """
-    context, workers = multiprocessing.get_context("spawn"), {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        for _ in range(min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())):
-            ours, theirs = context.Pipe()
-            workers[ours] = context.Process(target=worker, args=(theirs,), daemon=True)
-            workers[ours].start()
-            theirs.close()
-        signal.signal(signal.SIGINT, handler)
-        yield workers
-    except BaseException:
-        print(end="\n" * sys.stdout.isatty(), flush=True)  # off the progress line
-        raise
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        for process in workers.values():
-            process.terminate()
-        for pipe, process in workers.items():
-            process.join(10)
-            pipe.close()  # a SIGTERM in the last step of a training is lost: this ends the wait for another job
-            process.join()
-
-
-def in_parallel(workers, jobs, unit, size=1, counts=()):
-    """The results of jobs, each a function and its arguments; it also gets a function to report its count with, up to `size`.
-
-    `counts` is what is done of them already.
-    """
-    busy, results, waiting, counts = {}, [None] * len(jobs), list(range(len(jobs))), list(counts) or [0] * len(jobs)
-    progress = Progress(size * len(jobs), sum(counts), unit, quiet=sum(counts) >= size * len(jobs))
-    while waiting or busy:
-        for pipe in [pipe for pipe in workers if pipe not in busy][: len(waiting)]:
-            busy[pipe] = waiting.pop(0)
-            pipe.send(jobs[busy[pipe]])
-        for pipe in multiprocessing.connection.wait(list(busy)):
-            try:
-                what, value = pipe.recv()
-            except (EOFError, ConnectionError):
-                raise UserError("a worker process was ended, perhaps for want of memory; the same command continues") from None
-            if what == "error":
-                raise value
-            if what == "count":
-                counts[busy[pipe]] = value
-                progress(sum(counts))
-            else:
-                results[busy.pop(pipe)] = value
-    return results
-
-
-# ---------------------------------------------------------------------------- tables and pictures
-
-
-def over_seeds(values):
-    """Of dicts of (c1, c2), one a seed: their mean and, of several, the standard deviation as NAME_std; None stays None."""
-    summary = {}
-    for key in values[0]:
-        numbers = np.array([v[key] for v in values], float)  # None becomes NaN
-        summary[key] = None if np.isnan(numbers).any() else numbers.mean(0).tolist()
-        if len(values) > 1:
-            summary[f"{key}_std"] = summary[key] and numbers.std(0, ddof=1).tolist()
-    return summary
-
-
-def print_table(title, rows, names, paper):
-    """A line a method and class; [in brackets] what the paper has."""
-    def cell(row, name, key, c):
-        if row[key] is None:
-            return "-"
-        theirs = f" [{PAPER[name][key][c]:.{3 if key[0] == 'D' else 2}f}]" if paper and key in PAPER.get(name, ()) else ""
-        return f"{row[key][c]:.3f}" + (f" ± {row[key + '_std'][c]:.3f}" if f"{key}_std" in row else "") + theirs
-
-    columns = [key for key in rows[min(rows)] if not key.endswith("_std")]
-    lines = [["", "", *(f"E[{key}]" if key[0] == "D" else key for key in columns)]]
-    for name, row in rows.items():
-        lines += [["" if c else names[name], f"c{c + 1}", *(cell(row, name, key, c) for key in columns)] for c in (0, 1)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    say("\n".join(["", title] + ["  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip() for line in lines]))
-
-
-def curve(out, join, name, seeds, key):
-    """A line of Figure 5 from the logs: steps, the mean over the seeds and, of several, its 95% interval (Student's t)."""
-    runs = []
-    for seed in seeds:
-        path = out / f"{join}-{name}-{seed}.jsonl"
-        try:
-            runs.append({r["step"]: r[key] for r in map(json.loads, path.read_text().splitlines()) if key in r})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: not a readable log ({error}); Figure 5 needs it, --restart trains again") from None
-    steps = sorted(set.intersection(*map(set, runs)))
-    values = np.array([[r[step] for step in steps] for r in runs])
-    if len(seeds) == 1:
-        return LOSSES[name], steps, values[0]
-    import scipy.stats  # a second to load, for this one number
-    mean, error = values.mean(0), values.std(0, ddof=1) / len(seeds) ** 0.5 * scipy.stats.t.ppf(0.975, len(seeds) - 1)
-    return LOSSES[name], steps, mean, mean - error, mean + error
-
-
-def draw_figure5(path, out, joins, seeds):
-    panels = []
-    for join in joins:
-        D_L, CE = ([curve(out, join, name, seeds, key) for name in LOSSES] for key in ("D_L", "cross_entropy"))
-        top = 1.2 * max(max(line[2]) for line in D_L)
-        panels.append(dict(title=f"{join}: score error", x="training step", y="mean D_L at sigma = 7.5", lines=D_L, y_range=(0, top)))
-        low, high = min(min(line[2]) for line in CE), max(max(line[2]) for line in CE)  # logarithmic: DLSM' alone may run away
-        panels.append(dict(title=f"{join}: cross entropy", x="training step", y="cross entropy, all sigma", lines=CE, log_y=True,
-                           y_range=(low / 1.5, 4 * high)))
-    chart(path, panels, columns=2)
-
-
-def draw_figureA1(path):
-    """Two Gaussians of mean ∓1.5 and variance 2.25, equally likely; p_α(x|y) ∝ softmax(α log p(y|x)) p(x) (Eqs. A1, A2)."""
-    x = torch.linspace(-8, 8, 801, dtype=torch.float64)
-    log_p = torch.stack([torch.distributions.Normal(mean, 1.5).log_prob(x) for mean in (-1.5, 1.5)])
-    prior, panels = log_p.exp().mean(0), []
-    for alpha in (0.2, 1.0, 5.0):
-        q = F.softmax(alpha * F.log_softmax(log_p, 0), 0) * prior
-        q = q / torch.trapezoid(q, x)[:, None]
-        names = "p(x)", "p(x|y1)", "p(x|y2)", "re-normalised p(x|y1)", "re-normalised p(x|y2)"
-        lines = [(name, x, y) for name, y in zip(names, (prior, *log_p.exp(), *q))]
-        panels.append(dict(title=f"alpha = {alpha:g}", x="x", y="density", lines=lines, y_range=(0, 0.55)))
-    chart(path, panels)
-
-
-def draw_figure1(path, out, join, seed, samples):
-    """Posterior scores of c1 and c2 at σ = 7.5, on a shading of their error, and samples; a column a method."""
-    K, W, H, left, top, gap = 3, 300, 188, 40, 44, 10  # drawn K times as large, then reduced: antialiased
-    keys = [key for key in METHODS if key != "renorm"]
-    picture = Image.new("RGB", (K * (left + len(keys) * (W + gap)), K * (top + 3 * (H + gap) + 34)), "white")
-    pen, font = ImageDraw.Draw(picture, "RGBA"), ImageFont.load_default(20 * K)
-    points, labels = moons()
-    crescents = [points[labels == c][::25].tolist() for c in (0, 1)]
-    grid, starts = plane(), 0.95 * plane(17, 11)
-    truth = true_scores(grid)[1]
-
-    def corner(column, row):
-        return K * (left + column * (W + gap)), K * (top + row * (H + gap))
-
-    for column, key in enumerate(keys):
-        def place(point):
-            return x0 + (point[0] + 42) / 84 * W * K, y0 + (26.3 - point[1]) / 52.6 * H * K
-
-        pen.text((corner(column, 0)[0] + K * W / 2, K * 22), METHODS[key][0], "black", font, anchor="mm")
-        for c in (0, 1):
-            x0, y0 = corner(column, c)
-            S_P = scores_of(key, c, out, join, seed)[0]
-            error = (S_P(grid, torch.full((len(grid),), SIGMA)) - truth[c]).norm(dim=1).reshape(35, 35).flip(0)
-            shade = (255 - 150 * (error / 0.5).clamp(max=1)).byte().numpy()
-            shade = Image.fromarray(np.stack([np.full_like(shade, 255), shade, shade], 2))
-            picture.paste(shade.resize((K * W, K * H), Image.Resampling.BICUBIC), (x0, y0))
-            pen.line([place(p) for p in crescents[c]], ("#9cc3e2", "#f2c08a")[c], 7 * K, joint="curve")
-            s = S_P(starts, torch.full((len(starts),), SIGMA))
-            length = s.norm(dim=1, keepdim=True)
-            s = s / length * (4.6 * (length / 0.3).tanh()).clamp(min=1.2)  # in units of x; long arrows, as of (b), are cut
-            for tail, tip in zip((starts - s / 2).tolist(), (starts + s / 2).tolist()):
-                (ax, ay), (bx, by) = place(tail), place(tip)
-                angle = math.atan2(by - ay, bx - ax)
-                barbs = [(bx - 5 * K * math.cos(angle + turn), by - 5 * K * math.sin(angle + turn)) for turn in (0.42, -0.42)]
-                pen.line([(ax, ay), tuple(np.mean(barbs, 0))], "#222222", 4)
-                pen.polygon([(bx, by), *barbs], "#222222")
-        x0, y0 = corner(column, 2)
-        dots = [(*place(p), c) for c in (0, 1) for p in samples[key, c] if abs(p[0]) < 41 and abs(p[1]) < 25.5]
-        for i in np.random.default_rng(0).permutation(len(dots)):  # mixed, or the second class would cover the first
-            x, y, c = dots[i]
-            pen.ellipse([x - 1.5 * K, y - 1.5 * K, x + 1.5 * K, y + 1.5 * K], COLOURS[c] + "90")
-        for crescent in crescents:
-            pen.line([place(p) for p in crescent], "#333333", 2 * K, joint="curve")
-        for x0, y0 in (corner(column, row) for row in range(3)):
-            pen.rectangle([x0, y0, x0 + K * W, y0 + K * H], outline="#555555", width=K)
-    for row, text in enumerate(("scores, c1", "scores, c2", "samples")):
-        label = Image.new("L", (K * H, K * 28))
-        ImageDraw.Draw(label).text((K * H / 2, K * 14), text, 255, font, anchor="mm")
-        picture.paste("black", (K * 6, corner(0, row)[1]), label.rotate(90, expand=True))
-    note = "[-40, 40] x [-25, 25], sigma = 7.5. Red: distance to the oracle score, full at 0.5. Lines: the data, before noise."
-    pen.text((K * left, picture.height - 20 * K), note, "#444444", ImageFont.load_default(18 * K), anchor="lm")
-    save_png(path, picture.resize((picture.width // K, picture.height // K), Image.Resampling.LANCZOS))
-
-
-# ---------------------------------------------------------------------------- the study
 
 
 def make_parser():
     parser = Parser(__doc__)
-    parser.flag("--preset", "fast", "fast (two cores, minutes) or paper (the authors' recipe, hours)", choices=list(PRESETS))
-    parser.flag("--seeds", 1, "how many trainings to average over, with seeds SEED, SEED + 1, ...", number(int, 1, 1000))
-    parser.flag("--seed", 0, "random seed", number(int, 0, 2**62))
-    parser.flag("--steps", None, "optimiser steps of each network (default: the preset's)", number(int, 1, 10**9))
-    parser.flag("--batch", None, "points a step (default: the preset's)", number(int, 1, 10**6))
-    parser.flag("--samples", None, "samples a class, for precision and recall (default: the preset's)", number(int, 10, 10**6))
+    parser.flag("--preset", "fast", "fast (minutes) or paper (the authors', hours)", choices=list(PRESETS))
+    parser.flag("--seeds", 1, "number of trainings: seeds SEED, SEED + 1, ...", bounded(int, 1, 1000))
+    parser.flag("--seed", 0, "random seed", bounded(int, 0, 2**62))
+    parser.flag("--steps", None, "steps of each network (default: the preset's)", bounded(int, 1, 10**9))
+    parser.flag("--batch", None, "points per step (default: the preset's)", bounded(int, 1, 10**6))
+    parser.flag("--samples", None, "samples per class (default: the preset's)", bounded(int, 10, 10**6))
     parser.flag("--out", "runs/moons", "folder to write to")
-    parser.flag("--device", "cpu", "cpu (the fastest for networks this small), cuda, cuda:1, mps, auto")
+    parser.flag("--device", "cpu", "cpu (the fastest: one process per core), cuda, cuda:1, mps, auto")
     parser.flag("--restart", False, "start over instead of continuing")
     return parser
 
 
 def main():
     args = make_parser().parse_args()
-    preset, out, device, begun = from_preset(args, PRESETS), pathlib.Path(args.out), str(set_up(args)), time.monotonic()
-    joins, seeds = preset["joins"], range(args.seed, args.seed + args.seeds)
-    with contextlib.ExitStack() as stack:
+    device, begun = str(set_up(args)), time.monotonic()
+    preset = from_preset(args, PRESETS)
+    out, joins = pathlib.Path(args.out), preset["joins"]
+    seeds = range(args.seed, args.seed + args.seeds)
+    runs = [Nets(out, join, seed, device) for seed in seeds for join in joins]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be a folder ({error.strerror}); choose another") from None
+    with lock(out / "table.json"), worker_pool() if device == "cpu" else contextlib.nullcontext() as pool:
+        for names in (("score", "c1", "c2", "ce"), ("total", "dlsm")):  # these two need "score"
+            tasks = [(nets, name, preset, args.restart) for name in names for nets in runs]
+            paths = [] if args.restart else [nets.path(name) for nets, name, *_ in tasks]
+            steps = sum(load_checkpoint(path).get("step", 0) for path in paths if path.exists())
+            say(f"{', '.join(names)}: {len(tasks)} networks, {preset['steps']} steps each; {steps} are done")
+            in_parallel(pool, train, tasks, "network")
+        tasks = [(key, nets, preset["samples"]) for key in reversed(METHODS) for nets in runs]
+        say(f"sampling: {len(tasks)} sets of {preset['samples']} points per class")
+        measured = {task[:2]: result for task, result in zip(tasks, in_parallel(pool, measure, tasks, "set"))}
+    table = {}
+    for join in joins:
+        group = [nets for nets in runs if nets.join == join]
+        methods = {key: over_seeds([measured[key, nets][0] for nets in group]) for key in METHODS}
+        losses = {key: over_seeds([score_errors(key, nets) for nets in group]) for key in LOSSES}
+        table[join] = dict(methods=methods, losses=losses)
+        where = "last layer, as in the paper [its values]" if join == "late" else "first layer"
+        print_table(f"Table 1, {join}: sigma meets x in the {where}", methods, join == "late")
+        print_table(f"Table A3, {join}: the loss of the classifier", losses, join == "late")
+        name = "figure1.png" if join == "late" else f"figure1-{join}.png"
+        paint_figure1(out / name, group[0], {key: measured[key, group[0]][1] for key in METHODS})
+    table["settings"] = dict(
+        preset, preset=args.preset, seeds=list(seeds), sigma_min=SIGMA_MIN, sigma_max=SIGMA_MAX, sigma=SIGMA,
+        power=POWER, lam=LAMBDA, k=NEIGHBOURS, sampler=f"pc, {PC_STEPS} steps from N(0, 10^2)", device=device,
+        torch=torch.__version__)
+    write_whole(out / "table.json", json.dumps(table, indent=1).encode())
+    paint_figure5(out / "figure5.png", runs, joins)
+    paint_figureA1(out / "figureA1.png")
+    minutes = (time.monotonic() - begun) / 60
+    say(f"\n{out}/: table.json, figure1.png, figure5.png, figureA1.png ({minutes:.1f} minutes)")
+
+
+# ------------- 2. what it needs: training, sampling, tables, figures
+
+
+def train(nets, name, preset, restart=False):
+    """Trains one network of `nets`, or continues it."""
+    points, labels = moons()
+    if name in ("c1", "c2"):
+        of_class = labels == int(name[1]) - 1
+        points, labels = points[of_class], labels[of_class]
+    score_net = nets.load("score") if name in ("dlsm", "total") else None
+    torch.manual_seed(derive_seed(nets.seed, name))
+    net = ToyNet(2, WIDTHS, nets.join, preset["scaled"]).to(nets.device)
+
+    def batch(generator, step, count=preset["batch"]):
+        i = torch.randint(len(points), (count,), generator=generator)
+        sigma, z = sample_noise(generator, (count, 2), SIGMA_MIN, SIGMA_MAX)
+        return points[i], sigma, labels[i], z
+
+    def loss(x, sigma, y, z):
+        if name == "ce":
+            return ce_loss(net, x, sigma, y, z)
+        if name == "dlsm":
+            return dlsm_loss(net, score_net, x, sigma, y, z, POWER, reduce="mean")
+        if name == "total":
+            return total_loss(net, score_net, x, sigma, y, z, LAMBDA, POWER, reduce="mean")
+        return dsm_loss(net, x, sigma, z, POWER)
+
+    grid = GRID.to(nets.device)
+    level = torch.full_like(grid[:, 0], SIGMA)
+    truths = [method_scores("e", c, nets)[1](grid, level) for c in (0, 1)]
+    fixed = [v.to(nets.device) for v in batch(torch.Generator().manual_seed(0), 0, 5_000)]
+
+    def inspect(step, ema):
+        """For Figure 5: the mean D_L at σ = 7.5, and the cross-entropy of fixed points at all σ."""
+        scores = [likelihood_score(net, grid, level, torch.full_like(level, c).long()) for c in (0, 1)]
+        D_L = [(score - truth).norm(dim=1).mean().item() for score, truth in zip(scores, truths)]
+        with torch.no_grad():
+            return dict(D_L=sum(D_L) / 2, cross_entropy=ce_loss(net, *fixed).item())
+
+    kind, lr = ("classifier", preset["lr_classifier"]) if name in LOSSES else ("score", preset["lr"])
+    settings = dict(data="moons", name=name, join=nets.join, seed=nets.seed, lr=lr, sigma_min=SIGMA_MIN,
+                    sigma_max=SIGMA_MAX, power=POWER, lam=LAMBDA,
+                    **{key: preset[key] for key in ("scaled", "steps", "batch", "cosine")})
+    plan = Plan(preset["steps"], lr, cosine=preset["cosine"], seed=derive_seed(nets.seed, name),
+                inspect_every=max(1, preset["steps"] // 100))
+    fit(net, batch, loss, nets.path(name), kind, settings, plan, nets.device,
+        inspect if kind == "classifier" else None, restart)
+
+
+def measure(key, nets, count):
+    """A row of Table 1, each number for c1 and c2, and samples of both classes at σ = 7.5 for Figure 1."""
+    row, samples = score_errors(key, nets), []
+    points, labels = moons()
+    sigmas = sigma_at(torch.linspace(1, 0, PC_STEPS + 1), SIGMA, SIGMA_MAX)
+    for c in (0, 1):
+        generator = torch.Generator().manual_seed(derive_seed(nets.seed, "samples", c))  # for all methods
+
+        def noise(x):
+            return torch.randn(x.shape, generator=generator).to(x)
+
+        real = points[labels == c]
+        real = real[torch.randint(len(real), (count,), generator=generator)]
+        real = real + SIGMA * noise(real)
+        S_P, _ = method_scores(key, c, nets, n=2_000)  # points 0.06 apart are dense enough for σ = 7.5
+        fake = pc_sampler(S_P, SIGMA_MAX * noise(real.to(nets.device)), sigmas, noise=noise).cpu()
+        for name, value in prdc(real, fake, k=NEIGHBOURS).items():
+            row.setdefault(name, []).append(value)
+        samples.append(fake[:1500].tolist())
+    return row, samples
+
+
+def over_seeds(rows):
+    """The mean of rows, one per seed, and the standard deviation of several as NAME_std; None stays None."""
+    summary = {}
+    for name in rows[0]:
+        values = np.array([row[name] for row in rows], float)  # None becomes NaN
+        missing = np.isnan(values).any()
+        summary[name] = None if missing else values.mean(0).tolist()
+        if len(rows) > 1:
+            summary[f"{name}_std"] = None if missing else values.std(0, ddof=1).tolist()
+    return summary
+
+
+def print_table(title, rows, with_paper):
+    """Two lines per method or loss, for c1 and c2; what the paper has [in brackets]."""
+    columns = [name for name in rows[min(rows)] if not name.endswith("_std")]
+    lines = [["", "", *(f"E[{name}]" if name in ("D_P", "D_L") else name for name in columns)]]
+    for (key, row), c in itertools.product(rows.items(), (0, 1)):
+        line = [LOSSES[key] if key in LOSSES else METHODS[key][0], f"c{c + 1}"]
+        for name in columns:
+            cell = "-" if row[name] is None else f"{row[name][c]:.3f}"
+            if row.get(f"{name}_std"):
+                cell += f" ± {row[f'{name}_std'][c]:.3f}"
+            if with_paper and name in PAPER.get(key, {}):
+                cell += f" [{PAPER[key][name][c]:.{3 if name in ('D_P', 'D_L') else 2}f}]"
+            line.append(cell)
+        lines.append(line)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    say("\n".join(["", title, *("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)]))
+
+
+def paint_figure1(path, nets, samples):
+    """Posterior scores of c1 and c2 at σ = 7.5, shaded where they err, and samples; one column per method."""
+    K, W, H, left, top = 11, 84, 53, 270, 132  # three times as large as the file: K pixels per unit of x
+    keys = [key for key in METHODS if key != "renorm"]
+    picture = Image.new("RGB", (left + len(keys) * (K * W + 30), top + 3 * (K * H + 30) + 102), "white")
+    pen, font = ImageDraw.Draw(picture, "RGBA"), ImageFont.load_default(60)
+    grid, (points, labels) = GRID.to(nets.device), moons(400)
+    for row, column in itertools.product(range(3), range(len(keys))):
+        key, x0, y0 = keys[column], left + column * (K * W + 30), top + row * (K * H + 30)
+
+        def pixels(points):
+            return [(x0 + K * (W / 2 + x), y0 + K * (H / 2 - y)) for x, y in points]
+
+        if row < 2:
+            score, truth = (method_scores(k, row, nets)[0](grid, torch.full_like(grid[:, 0], SIGMA)).cpu()
+                            for k in (key, "e"))
+            shade = (255 - 300 * (score - truth).norm(dim=1).clamp(max=0.5)).byte().view(35, 35).flip(0)
+            shade = torch.stack([torch.full_like(shade, 255), shade, shade], 2).numpy()
+            picture.paste(Image.fromarray(shade).resize((K * W, K * H), Image.Resampling.BICUBIC), (x0, y0))
+            pen.line(pixels(points[labels == row]), ("#9cc3e2", "#f2c08a")[row], 21, joint="curve")
+            middle, along = (v.view(35, 35, 2)[2::3, 1::2].reshape(-1, 2) for v in (GRID, score))
+            length = along.norm(dim=1, keepdim=True)
+            along, across = along / length, along.flip(1) / length * torch.tensor([-0.55, 0.55])
+            half = along * (2.3 * (length / 0.3).tanh()).clamp(min=0.6)  # long arrows, as of (b), are cut
+            neck = middle + half - 1.4 * along
+            corners = (middle - half, neck, neck + across, middle + half, neck - across)
+            for tail, end, *head in zip(*map(pixels, corners)):
+                pen.line([tail, end], "#222222", 4)
+                pen.polygon(head, "#222222")
+        else:
+            for pair in zip(*map(pixels, samples[key])):  # in turn, or c2 would cover c1
+                for (x, y), colour in zip(pair, COLOURS):
+                    if x0 < x < x0 + K * W and y0 < y < y0 + K * H:
+                        pen.ellipse([x - 4.5, y - 4.5, x + 4.5, y + 4.5], colour + "90")
+            for c in (0, 1):
+                pen.line(pixels(points[labels == c]), "#333333", 6, joint="curve")
+        pen.rectangle([x0, y0, x0 + K * W, y0 + K * H], outline="#555555", width=3)
+        if row == 0:
+            pen.text((x0 + K * W / 2, 66), METHODS[key][0], "black", font, anchor="mm")
+        if column == 0:
+            text = ("scores\nof c1", "scores\nof c2", "samples")[row]
+            pen.text((left / 2, y0 + K * H / 2), text, "black", font, anchor="mm", align="center")
+    note = "84 x 53 units, sigma = 7.5. Red: distance to the oracle score, full at 0.5. Lines: the data."
+    pen.text((left, picture.height - 60), note, "#444444", ImageFont.load_default(54), anchor="lm")
+    save_png(path, picture.resize((picture.width // 3, picture.height // 3), Image.Resampling.LANCZOS))
+
+
+def paint_figure5(path, runs, joins):
+    """Score error and cross-entropy during training: the mean over seeds, its 95% interval (Student's t)."""
+    import scipy.stats  # takes a second to load
+    panels = []
+    for join, column in itertools.product(joins, ("D_L", "cross_entropy")):
+        lines = []
+        for name in LOSSES:
+            logs = [json.loads(load_checkpoint(nets.path(name))["log"]) for nets in runs if nets.join == join]
+            steps = [record["step"] for record in logs[0] if column in record]
+            values = np.array([[record[column] for record in log if column in record] for log in logs])
+            mean, band = values.mean(0), []
+            if len(logs) > 1:
+                error = scipy.stats.sem(values) * scipy.stats.t.ppf(0.975, len(logs) - 1)
+                band = [mean - error, mean + error]
+            lines.append((LOSSES[name], steps, mean, *band))
+        y = "mean D_L at sigma = 7.5" if column == "D_L" else "cross entropy, all sigma"
+        panels.append(dict(title=f"{join}: {y}", x="training step", lines=lines, log_y=column != "D_L"))
+    chart(path, panels, columns=2)
+
+
+def paint_figureA1(path):
+    """N(∓1.5, 1.5²), equally likely, and p(x) softmax(α log p(y|x)), re-normalised (Eqs. A1, A2)."""
+    x = torch.linspace(-8, 8, 801, dtype=torch.float64)
+    log_p = torch.stack([torch.distributions.Normal(mean, 1.5).log_prob(x) for mean in (-1.5, 1.5)])
+    prior, panels = log_p.exp().mean(0), []
+    names = "p(x)", "p(x|y1)", "p(x|y2)", "re-normalised p(x|y1)", "re-normalised p(x|y2)"
+    for alpha in (0.2, 1.0, 5.0):
+        q = torch.softmax(alpha * torch.log_softmax(log_p, 0), 0) * prior
+        q = q / torch.trapezoid(q, x)[:, None]
+        lines = [(name, x, density) for name, density in zip(names, (prior, *log_p.exp(), *q))]
+        panels.append(dict(title=f"alpha = {alpha:g}", x="x", y="density", lines=lines, y_range=(0, 0.55)))
+    chart(path, panels)
+
+
+# ------------- 3. machinery: worker processes
+
+
+@contextlib.contextmanager
+def worker_pool():
+    """One process per core, of one thread each, since these matrices are small.
+
+    Before an early end they get SIGTERM, upon which `fit` saves, until they are gone: one that is in the last
+    step of a training does not stop, but would take the next task.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(16, cores), spawn, start_worker) as pool:
         try:
-            stack.enter_context(lock(out / "table.json"))
-        except OSError as error:
-            raise UserError(f"--out {out}: cannot be written to ({error.strerror}); choose another folder") from None
-        workers = stack.enter_context(processes())
-        for names in (("score", "c1", "c2", "ce"), ("total", "dlsm")):  # the latter need the first of the former
-            runs = [(join, name, seed) for name in names for seed in seeds for join in joins]
-            paths = [out / f"{join}-{name}-{seed}.pt" for join, name, seed in runs]
-            done = [0 if args.restart or not path.exists() else load_checkpoint(path).get("step", 0) for path in paths]
-            say(f"{', '.join(names)}: {len(runs)} networks, {preset['steps']} steps each" + f"; {sum(done)} done" * any(done))
-            jobs = [(train, out, preset, *one, device, args.restart) for one in runs]
-            in_parallel(workers, jobs, "step", preset["steps"], done)
+            yield pool
+        except BaseException as error:
+            if multiprocessing.active_children():
+                say("\nending the worker processes, which save")
+            while workers := multiprocessing.active_children():
+                for worker in workers:
+                    worker.terminate()
+                time.sleep(0.1)
+            if isinstance(error, concurrent.futures.process.BrokenProcessPool):
+                reason = "a worker process was ended, perhaps for want of memory"
+                raise UserError(f"{reason}; the same command continues") from None
+            raise
 
-        sets = [("e", c, seed, joins[0]) for seed in seeds for c in (0, 1)]  # the oracle is the slowest
-        sets += [(key, c, seed, join) for key in METHODS if key != "e" for join in joins for seed in seeds for c in (0, 1)]
-        say(f"sampling: {len(sets)} sets of {preset['samples']}")
-        jobs = [(sample, key, c, out, join, seed, device, preset["samples"]) for key, c, seed, join in sets]
-        drawn = dict(zip(sets, in_parallel(workers, jobs, "set")))
-        drawn.update({("e", c, seed, join): drawn["e", c, seed, joins[0]] for c in (0, 1) for seed in seeds for join in joins})
 
-        table = {}
-        for join in joins:
-            measured = {key: [score_errors(key, out, join, seed) for seed in seeds] for key in (*METHODS, *LOSSES)}
-            for key in METHODS:
-                for values, seed in zip(measured[key], seeds):
-                    c1, c2 = (drawn[key, c, seed, join][0] for c in (0, 1))
-                    values.update({name: [c1[name], c2[name]] for name in c1})
-            table[join] = dict(methods={key: over_seeds(measured[key]) for key in METHODS},
-                               losses={key: over_seeds(measured[key]) for key in LOSSES})
-            late, names = join == "late", {key: name for key, (name, *_) in METHODS.items()}
-            where = "last layer, as in the paper [its values]" if late else "first layer"
-            print_table(f"Table 1, {join}: sigma meets x in the {where}", table[join]["methods"], names, late)
-            print_table(f"Table A3, {join}: the classifier's loss", table[join]["losses"], LOSSES, late)
-            samples = {(key, c): drawn[key, c, args.seed, join][1] for key in METHODS for c in (0, 1)}
-            draw_figure1(out / f"figure1{'' if late else '-' + join}.png", out, join, args.seed, samples)
-        table["settings"] = dict(
-            preset, preset=args.preset, seeds=list(seeds), sigma_min=SIGMA_MIN, sigma_max=SIGMA_MAX, sigma=SIGMA, power=POWER,
-            lam=LAMBDA, k=NEIGHBOURS, sampler=f"pc, {PC_STEPS} steps from N(0, 10^2)", device=device, torch=torch.__version__)
-        write_whole(out / "table.json", json.dumps(table, indent=1).encode())
-        draw_figure5(out / "figure5.png", out, joins, seeds)
-        draw_figureA1(out / "figureA1.png")
-        say(f"\n{out}/: table.json, figure1.png, figure5.png, figureA1.png ({(time.monotonic() - begun) / 60:.1f} minutes)")
+def in_parallel(pool, job, tasks, unit):
+    """The results of job(*task), in the order of the tasks; without a pool they are computed here."""
+    if pool is None:
+        return [job(*task) for task in tasks]
+    # Workers inherit the blocked SIGINT: a Ctrl-C in the terminal reaches this process alone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    futures = [pool.submit(job, *task) for task in tasks]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    progress = Progress(len(tasks), 0, unit)
+    for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
+        future.result()  # or its error
+        progress(done)
+    return [future.result() for future in futures]
+
+
+def start_worker():
+    """A worker is silent, since the parent speaks for all, and ends with it, even if that is killed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    torch.set_num_threads(1)
+    sys.exit = os._exit  # where `fit` has saved upon a signal, not only this task ends, but the process
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent():
+    multiprocessing.parent_process().join()
+    while True:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -1,85 +1,220 @@
-"""Stage 2: trains the noise-conditioned classifier p(y|x̃, σ) with cross-entropy, DLSM' or both, on a frozen score model.
+"""Stage 2: trains the noise-conditioned classifier p(y|x̃, σ) with cross-entropy, DLSM' or both.
 
-    python train_classifier.py --loss total --lam 1       # after train_score.py
+    python train_classifier.py --loss total --lam 1       # after train_score.py, whose score model is frozen
+    python train_classifier.py --diagnose                 # the score mismatch of a run's classifiers
 
-    python train_classifier.py --diagnose                 # the score mismatch of all classifiers of a run, per noise level
-
-Reads runs/RUN/score.pt, writes runs/RUN/classifier-LOSS.pt with its log and its loss curve; --diagnose writes
-runs/RUN/diagnose.json (with the best guidance scale at each noise level, for sample.py --alpha auto) and diagnose.png.
+Reads runs/RUN/score.pt; writes runs/RUN/classifier-LOSS.pt with its log and its loss curve. --diagnose writes
+runs/RUN/diagnose.png and diagnose.json (which sample.py --alpha auto and --guide-sigma auto read).
 """
 import json
 import math
 import pathlib
+import shlex
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from models import NCSNpp, NoisyResNet, UserError, checksum, load_model, sigma_at, write_whole
-from train_score import (Parser, fit, from_preset, image_draw, introduce, load_images, lock, mix, network_call, number, process, run, run_folder,
-                         say, set_up, shared_flags, spread)
+from models import (ExactScore, NCSNpp, NoisyResNet, UserError, append_dims, checksum, load_model, sigma_at,
+                    write_whole)
+from train_score import (CLIP, Parser, Plan, bounded, derive_seed, fit, from_preset, image_batches, introduce,
+                         load_images, lock, network_call, rank_and_world, run, run_folder, say, set_up, shared_flags,
+                         tag_of)
 
-PRESETS = {  # `over`: DLSM' as the mean over pixels, or their sum, beside λ times the cross-entropy
-    # What the authors ran (Appendix A.6.3 and their code): ResNet-18, -34 for 100 classes, no flips, no EMA.
-    "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", lam=1.0, power=0.0, over="mean",
-                  steps=60_000, batch=100, lr=2e-4, cosine=False),
-    # One GPU, hours: the same network, its input scaled, smooth; its learning rate decays; DLSM' weighs as the divergence it is (see `carried`).
-    "lite": dict(depth=18, width=64, norm="batch", scaled=True, act="silu", lam=1.0, power=2.0, over="sum",
-                 steps=60_000, batch=100, lr=2e-4, cosine=True),
+# ------------------------------------------------------------ 1. the story: denoising likelihood score matching
+
+PRESETS = {  # reduce: DLSM' as the mean over pixels, or as their sum, beside λ times the cross-entropy
+    # What the authors ran (Appendix A.6.3 and their code): ResNet-18, -34 for 100 classes, no flips, no EMA. The
+    # batch is as printed, the release has 150; with 100 classes it warms up over 1,000 steps, and so do we.
+    "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", lam=1.0, power=0.0, reduce="mean",
+                  steps=60_000, batch=100, lr=2e-4, cosine=False, save_every=5_000),
+    # One GPU, hours: the same network, its input scaled, smooth; the learning rate decays; DLSM' weighs as the
+    # divergence that it is (see `explained_nats`).
+    "lite": dict(depth=18, width=64, norm="batch", scaled=True, act="silu", lam=1.0, power=2.0, reduce="sum",
+                 steps=60_000, batch=100, lr=2e-4, cosine=True, save_every=5_000),
     # A CPU, minutes.
-    "tiny": dict(depth=18, width=16, norm="batch", scaled=True, act="silu", lam=1.0, power=2.0, over="sum",
-                 steps=2_000, batch=100, lr=1e-3, cosine=True),
+    "tiny": dict(depth=18, width=16, norm="batch", scaled=True, act="silu", lam=1.0, power=2.0, reduce="sum",
+                 steps=2_000, batch=100, lr=1e-3, cosine=True, save_every=1_000),
 }
 
-# ---------------------------------------------------------------------------- method
 
+def likelihood_score(classifier, x, sigma, y, alpha=1.0, renormalize=False, create_graph=False):
+    """α ∇ₓ log p(y|x, σ); with `renormalize` Eq. A1: ∇ₓ log softmax(α log p)_y = α ∇ log p − ∇ log Z(x).
 
-def likelihood_score(classifier, x, sigma, y, alpha=1.0, renormalize=False, create_graph=False, with_log_p=False):
-    """α ∇ₓ log p(y|x, σ), or with `renormalize` Eq. A1: ∇ₓ log softmax(α log p)_y = α ∇ log p − ∇ log Z(x).
-
-    The one place where this gradient is taken: DLSM' wants its graph, guidance does not. α is a number or (B,).
+    The one place where this gradient is taken: DLSM' wants its graph, guidance does not. `classifier(x, sigma)`
+    gives logits (B, classes), y is (B,), α a number or (B,).
     """
+    each = isinstance(alpha, torch.Tensor) and alpha.ndim == 1
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         log_p = F.log_softmax(classifier(x, sigma), 1)
-        alpha = torch.as_tensor(alpha, dtype=x.dtype, device=x.device)
-        log_q = F.log_softmax(alpha.view(-1, 1) * log_p, 1) if renormalize else log_p
-        score, = torch.autograd.grad(log_q.gather(1, y[:, None]).sum(), x, create_graph=create_graph)
-    if not renormalize:
-        score = score * (spread(alpha, x) if alpha.ndim else alpha)
-    return (score, log_p) if with_log_p else score
+        if renormalize:
+            log_p = F.log_softmax((alpha[:, None] if each else alpha) * log_p, 1)
+        score, = torch.autograd.grad(log_p.gather(1, y[:, None]).sum(), x, create_graph=create_graph)
+    if renormalize:
+        return score
+    return score * (append_dims(alpha, x) if each else alpha)
 
 
 def ce_loss(classifier, x, sigma, y, z):
     """L_CE (Eq. A5 with λ_CE = 1): −log p(y|x̃, σ), x̃ = x + σz; mean over the batch."""
-    return F.cross_entropy(classifier(x + spread(sigma, x) * z, sigma), y)
+    return F.cross_entropy(classifier(x + append_dims(sigma, x) * z, sigma), y)
 
 
-def dlsm_loss(classifier, score_net, x, sigma, y, z, power=0):
-    """L_DLSM' (Eqs. 10, A4): ½ σ^power ‖∇ log p(y|x̃) + s(x̃, σ) + z/σ‖²; MEAN over coordinates and batch.
+def dlsm_loss(classifier, score_net, x, sigma, y, z, power=0, reduce="mean"):
+    """L_DLSM' (Eqs. 10, A4): ½ σ^power ‖∇ log p(y|x̃) + s(x̃, σ) − ∇ log p_σ(x̃|x)‖², x̃ = x + σz.
 
-    The paper's λ_DLSM = 1 is power 0 on CIFAR; on the moons it prints 1/σ⁴ and its code multiplies by σ⁴.
+    `reduce` is "mean" (the release) or "sum" (as printed) over coordinates; mean over the batch. λ_DLSM = 1 is
+    power 0, on CIFAR; on the moons the paper prints 1/σ⁴ and its code multiplies by σ⁴. With an exact score in
+    place of s it is L_DLSM (Eq. 9).
     """
-    return total_loss(classifier, score_net, x, sigma, y, z, lam=0.0, power=power)
-
-
-def total_loss(classifier, score_net, x, sigma, y, z, lam=1.0, power=0):
-    """L_Total (Eq. 11): L_DLSM' + λ L_CE; one forward pass of the classifier serves both terms."""
-    s = spread(sigma, x)
+    s = append_dims(sigma, x)
     noisy = x + s * z
     with torch.no_grad():
-        target = -score_net(noisy, sigma) - z / s
-    g, log_p = likelihood_score(classifier, noisy, sigma, y, create_graph=True, with_log_p=True)
-    dlsm = 0.5 * (sigma**power * (g - target).square().flatten(1).mean(1)).mean()
-    return dlsm + lam * F.nll_loss(log_p, y)
+        prior = score_net(noisy, sigma)
+    likelihood = likelihood_score(classifier, noisy, sigma, y, create_graph=True)
+    kernel = -z / s  # ∇ log p_σ(x̃|x)
+    square = (likelihood + prior - kernel).square().flatten(1)
+    square = square.mean(1) if reduce == "mean" else square.sum(1)
+    return 0.5 * (sigma**power * square).mean()
 
 
-def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=10, batch=100, device="cpu"):
-    """Accuracy, cross-entropy and the score mismatch on held-out images, in bins over log σ; the same noise for every classifier.
+def total_loss(classifier, score_net, x, sigma, y, z, lam=1.0, power=0, reduce="mean"):
+    """L_Total (Eq. 11): L_DLSM' + λ L_CE; one forward pass of the classifier serves both terms."""
+    classifier, logits = recorded(classifier)
+    dlsm = dlsm_loss(classifier, score_net, x, sigma, y, z, power, reduce)
+    return dlsm + lam * F.cross_entropy(logits[0], y)
+
+
+def recorded(classifier):
+    """→ the classifier, and the list of the logits that it gives."""
+    logits = []
+
+    def call(x, sigma):
+        logits.append(classifier(x, sigma))
+        return logits[-1]
+
+    return call, logits
+
+
+def make_parser():
+    parser = Parser(__doc__)
+    shared_flags(parser, PRESETS)
+    parser.group("the classifier")
+    parser.flag("--loss", "total", "ce (the base method), dlsm (DLSM' alone) or total (L_DLSM' + λ L_CE)",
+                choices=["ce", "dlsm", "total"])
+    parser.flag("--lam", None, "λ, the weight of the cross-entropy in L_Total", bounded(float, 0, 1e6))
+    parser.flag("--power", None, "DLSM' is weighted with σ^POWER (paper: 0)", bounded(float, -4, 4))
+    parser.flag("--reduce", None, "DLSM' as mean (paper) or sum over the pixels", choices=["mean", "sum"])
+    parser.flag("--norm", None, "normalisation: batch (paper) or group", choices=["batch", "group"])
+    parser.flag("--act", None, "activation: relu (paper) or silu, which is smooth", choices=["relu", "silu"])
+    parser.flag("--raw", False, "the classifier sees x̃ as it is (paper), not divided by its deviation")
+    parser.flag("--depth", None, "ResNet-18 or -34 (paper: 34 for 100 classes)", int, choices=[18, 34])
+    parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
+    parser.flag("--compile", False, "torch.compile the score network and, with --loss ce, the classifier")
+    parser.group("diagnosis")
+    parser.flag("--diagnose", False, "no training: the score mismatch of all classifiers of this run")
+    parser.flag("--truth", None, "an exact score (train_score.py --preset exact): D_P and D_L of Table 1")
+    parser.flag("--diagnose-n", 2000, "images per noise level, while training an eighth", bounded(int, 8, 10**6))
+    parser.flag("--diagnose-every", 5000, "steps between diagnoses while training", bounded(int, 1, 10**9))
+    return parser
+
+
+def main():
+    args = make_parser().parse_args()
+    for flag, losses in (("lam", ["total"]), ("power", ["dlsm", "total"]), ("reduce", ["dlsm", "total"])):
+        if getattr(args, flag) is not None and args.loss not in losses:
+            raise UserError(f"--{flag} with --loss {args.loss}: has no effect there; leave it out")
+    device = set_up(args)
+    preset = from_preset(args, PRESETS)
+    folder = run_folder(args)
+    maker = f"train_score.py {where(args)}"
+    score_net = load_image_model(args.score or folder / "score.pt", device, "score", maker)
+    exact, about = isinstance(score_net, ExactScore), score_net.about
+    truth = score_net if exact else None
+    if args.truth:
+        truth = load_image_model(args.truth, device, "score", f"train_score.py --preset exact {where(args)}")
+    sigmas = about["settings"]["sigma_min"], about["settings"]["sigma_max"]
+    images, labels, names = load_images(args.data, "train", args.size, args.root)
+    wanted = score_net.config["channels"], score_net.config["image_size"]
+    if (images.shape[1], images.shape[3]) != wanted:
+        raise UserError(f"the score model is for {wanted[0]}×{wanted[1]}×{wanted[1]} images, --data {args.data} has "
+                        f"{tuple(images.shape[1:])}; see --size")
+    if truth:  # Theorem 1 speaks of p_σ of the data of the exact score: the training images, at random
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+        held, held_labels = images[order], labels[order]
+    else:
+        held, held_labels, _ = load_images(args.data, "test", args.size, args.root)
+    if args.diagnose:
+        if rank_and_world()[0] == 0:
+            with lock(folder / "diagnose.json"):
+                some = held[: args.diagnose_n], held_labels[: args.diagnose_n]
+                diagnose_run(folder, score_net, *some, device, truth)
+        return
+    if args.preset == "paper" and args.depth is None and len(names) == 100:
+        preset["depth"] = 34
+    if args.raw:
+        preset["scaled"] = False
+    torch.manual_seed(derive_seed(args.seed, "weights"))
+    shape = {key: preset[key] for key in ("depth", "width", "norm", "scaled", "act")}
+    net = NoisyResNet(classes=len(names), channels=images.shape[1], **shape).to(device)
+    settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1],
+                    sigma_min=sigmas[0], sigma_max=sigmas[1], loss=args.loss, seed=args.seed, amp=args.amp,
+                    config=net.config, **{key: preset[key] for key in ("batch", "lr", "cosine")})
+    if args.loss != "ce":
+        settings.update(score_sha=about["sha"], power=preset["power"], reduce=preset["reduce"])
+    if args.loss == "total":
+        settings["lam"] = preset["lam"]
+    path = folder / f"classifier-{args.loss}{tag_of(args)}.pt"
+    introduce(path, net, images, labels, names, device)
+    _, world = rank_and_world()
+    if world > 1 and preset["norm"] == "batch":
+        say(f"warning: BatchNorm sees a process's {preset['batch'] // world} images, not the whole batch; one "
+            "process or --norm group does not")
+    score_call = network_call(score_net, args.amp and not exact, args.compile and not exact, device)
+    classifier_call = network_call(net, False, args.compile and args.loss == "ce", device)
+    # Divided by the d pixels of a sum: Adam does not mind, and the clip at norm 1 acts as it does on a mean.
+    scale = 1 / images[0].numel() if preset["reduce"] == "sum" else 1.0
+
+    def loss(x, sigma, y, z):
+        if args.loss == "ce":
+            return ce_loss(classifier_call, x, sigma, y, z)
+        weights = dict(power=preset["power"], reduce=preset["reduce"])
+        if args.loss == "dlsm":
+            return scale * dlsm_loss(net, score_call, x, sigma, y, z, **weights)
+        return scale * total_loss(net, score_call, x, sigma, y, z, preset["lam"], **weights)
+
+    def inspect(step, ema):
+        from sample import draw_curve
+        draw_curve(path)
+        net.eval()
+        few = max(args.diagnose_n // 8, 2)  # a standard error needs two
+        table = diagnose(net, score_call, held[:few], held_labels[:few], *sigmas, device=device, truth=truth)
+        nats, error = explained_nats(table, *sigmas)
+        accuracies = ", ".join(f"{row['sigma']:.2g}: {row['accuracy']:.2f}" for row in table[1::2])
+        say(f"\nstep {step}: explains {nats:.2f} ± {error:.2f} of {math.log(len(names)):.2f} nats; accuracy at σ = "
+            f"{accuracies}")
+        return dict(nats=nats, nats_se=error, diagnosis=table)
+
+    plan = Plan(preset["steps"], preset["lr"], 1000 if len(names) == 100 else 0, preset["cosine"], CLIP,
+                seed=args.seed, save_every=preset["save_every"], inspect_every=args.diagnose_every)
+    batch = image_batches(images, labels, preset["batch"], args.seed, *sigmas, flip=False)
+    fit(net, batch, loss, path, "classifier", settings, plan, device, inspect, args.restart)
+
+
+# ------------------------------------------------------------ 2. what it needs: the diagnosis
+
+
+def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=10, batch=100, device="cpu",
+             truth=None):
+    """Accuracy, cross-entropy and the score mismatch in bins over log σ; the same noise for every classifier.
 
     With g = ∇ log p(y|x̃), s the prior score and t = −z/σ: gain = σ² E[‖s − t‖² − ‖g + s − t‖²], norms over all
-    pixels. For an exact s it is σ² (E‖h‖² − E‖g − h‖²), h the true likelihood score (Theorem 1): larger is better, below
-    0 guidance harms. α* = E⟨g, t − s⟩ / E‖g‖² is the scale that minimises the mismatch, 1 for a perfect classifier.
-    → a dict a bin; `_se` are standard errors
+    pixels. For an exact s it is σ² (E‖h‖² − E‖g − h‖²), h the true likelihood score (Theorem 1): larger is
+    better, below 0 guidance harms. α* = E⟨g, t − s⟩ / E‖g‖² is the scale that minimises the mismatch, 1 for a
+    perfect classifier. A conditional score model is taken as g = s(x̃, σ, y) − s(x̃, σ), without accuracy.
+    `truth`, an ExactScore, knows h: E‖h‖, σ² E‖h‖² (h_nats), and the distances D_P and D_L (Eq. 7).
+    → one dict per bin; `_se` are standard errors
     """
     table = []
     for b in range(bins):
@@ -88,161 +223,135 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
             sigma = sigma_at((b + torch.rand(len(x), generator=generator)) / bins, sigma_min, sigma_max).to(device)
             z = torch.randn(x.shape, generator=generator).to(device)
             x, y = x.to(device).float() / 255, y.to(device)
-            noisy = x + spread(sigma, x) * z
+            s = append_dims(sigma, x)
+            noisy = x + s * z
             with torch.no_grad():
-                residual = -z / spread(sigma, x) - score_net(noisy, sigma)  # t − s
-            g, log_p = likelihood_score(classifier, noisy, sigma, y, with_log_p=True)
+                prior = score_net(noisy, sigma)
+            if isinstance(classifier, NCSNpp):
+                with torch.no_grad():
+                    g, logits = classifier(noisy, sigma, y) - classifier(noisy, sigma), None
+            else:
+                call, logits = recorded(classifier)
+                g = likelihood_score(call, noisy, sigma, y)
+            residual = -z / s - prior  # t − s
             inner, square = (sigma**2 * (g * v).flatten(1).sum(1) for v in (residual, g))
-            right, ce = (log_p.argmax(1) == y).float(), F.nll_loss(log_p, y, reduction="none")
-            rows.append(torch.stack([right, ce, 2 * inner - square, inner, square], 1).detach().cpu())
-        rows = torch.cat(rows).double()
-        mean, se = rows.mean(0), rows.std(0) / len(rows) ** 0.5
-        accuracy, ce, gain, inner, square = mean.tolist()
-        alpha = inner / square if square > 0 else 0.0
-        alpha_se = ((rows[:, 3] - alpha * rows[:, 4]).std() / len(rows) ** 0.5 / max(square, 1e-30)).item()  # of a ratio, to first order
-        table.append(dict(
-            sigma=sigma_at((b + 0.5) / bins, sigma_min, sigma_max), n=len(rows), accuracy=accuracy, accuracy_se=se[0].item(),
-            ce=ce, ce_se=se[1].item(), gain=gain, gain_se=se[2].item(), alpha=alpha, alpha_se=alpha_se))
+            row = dict(gain=2 * inner - square, inner=inner, square=square)
+            if logits:
+                row["accuracy"] = (logits[0].argmax(1) == y).float()
+                row["ce"] = F.cross_entropy(logits[0], y, reduction="none")
+            if truth:
+                posterior = truth(noisy, sigma, y)
+                h = posterior - truth(noisy, sigma)
+                row["h_nats"] = sigma**2 * h.flatten(1).square().sum(1)
+                for key, vector in (("h", h), ("D_P", g + prior - posterior), ("D_L", g - h)):
+                    row[key] = vector.flatten(1).norm(dim=1)
+            rows.append({key: value.detach().cpu().double() for key, value in row.items()})
+        values = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+        root = len(values["gain"]) ** 0.5
+        inner, square = values.pop("inner"), values.pop("square")
+        alpha = (inner.mean() / square.mean()).item() if square.mean() > 0 else 0.0
+        alpha_se = (inner - alpha * square).std() / root / square.mean().clamp(min=1e-30)  # of a ratio
+        middle = sigma_at((b + 0.5) / bins, sigma_min, sigma_max)
+        line = dict(sigma=middle, n=len(images), alpha=alpha, alpha_se=alpha_se.item())
+        for key, value in values.items():
+            line.update({key: value.mean().item(), f"{key}_se": value.std().item() / root})
+        table.append(line)
     return table
 
 
-def carried(table, sigma_min, sigma_max):
-    """The gain over all noise levels, ∫ gain d log σ, in nats, and its standard error: the class information that the guidance carries.
+def explained_nats(table, sigma_min, sigma_max, key="gain"):
+    """∫ gain d log σ over all noise levels, in nats, and its standard error: the class information in g.
 
-    With exact scores it is what x has of it, I(x; y) ≤ log(classes) (I-MMSE: σ² E‖h‖² is the slope of H(y|x̃) over log σ); what
-    g lacks of that is the divergence of the guided diffusion's paths from those of the true posterior (Girsanov).
+    With exact scores it is at most what x has of it, I(x; y) ≤ log(classes) (I-MMSE: σ² E‖h‖² is the slope of
+    H(y|x̃) over log σ). What g lacks of that is the divergence of the guided diffusion's paths from those of the
+    true posterior (Girsanov); so a sample is of its class with probability ≥ exp(−lack) (data processing).
     """
     width = math.log(sigma_max / sigma_min) / len(table)
-    return width * sum(r["gain"] for r in table), width * math.hypot(*(r["gain_se"] for r in table))
+    return width * sum(r[key] for r in table), width * math.hypot(*(r[f"{key}_se"] for r in table))
 
 
-def load_image_model(path, device, kind):
-    """load_model for the networks of images, with settings that name their noise levels."""
-    net = load_model(path, device, kind)
-    settings = net.about["settings"] if isinstance(net.about["settings"], dict) else {}
-    low, high = (settings.get(key) for key in ("sigma_min", "sigma_max"))
-    levels = isinstance(low, float) and isinstance(high, float) and 0 < low < high < math.inf
-    if not levels or not isinstance(net, NCSNpp if kind == "score" else NoisyResNet):
-        raise UserError(f"{path}: is a {kind} checkpoint of {type(net).__name__}, but not one for images")
-    return net
-
-
-def diagnose_run(folder, score_net, images, labels, device):
+def diagnose_run(folder, score_net, images, labels, device, truth):
     """The diagnosis of every classifier of a run: a table on stdout, diagnose.json, diagnose.png."""
     from sample import chart
     settings = score_net.about["settings"]
-    files = sorted(folder.glob("classifier-*.pt"))
-    if not files:
-        raise UserError(f"{folder}: has no classifier-*.pt; python train_classifier.py --loss ce makes one")
+    sigmas = settings["sigma_min"], settings["sigma_max"]
+    files = sorted(folder.glob("classifier-*.pt")) + sorted(folder.glob("score*.pt"))
     tables, weights = {}, {}
     for file in files:
-        say(f"{file} ...")
-        classifier = load_image_model(file, device, "classifier")
-        classes, weights[file.stem] = classifier.config["classes"], checksum(classifier.state_dict())[:16]
-        tables[file.stem] = diagnose(classifier, score_net, images, labels, settings["sigma_min"], settings["sigma_max"], device=device)
-    print(f"\n{len(images)} held-out images a noise level; ± is the standard error\n")
-    print("| σ | " + " | ".join(f"{name.removeprefix('classifier-')}: accuracy, CE, gain, α*" for name in tables) + " |")
-    print("| --- " * (len(tables) + 1) + "|")
-    for rows in zip(*tables.values()):
-        cells = ("{accuracy:.3f}, {ce:.3f}, {gain:.3f} ± {gain_se:.3f}, {alpha:.2f} ± {alpha_se:.2f}".format(**row) for row in rows)
-        print(f"| {rows[0]['sigma']:.3g} | " + " | ".join(cells) + " |")
-    sums = (carried(rows, settings["sigma_min"], settings["sigma_max"]) for rows in tables.values())
-    print("| all, in nats | " + " | ".join(f"{nats:.3f} ± {se:.3f} of {math.log(classes):.3f}" for nats, se in sums) + " |")
-    whole = dict(**tables, weights=weights)
-    write_whole(folder / "diagnose.json", json.dumps(dict(**whole, checksum=checksum(whole)), indent=1).encode())
+        net = load_model(file, device)
+        if isinstance(net, NoisyResNet) or "classes" in net.config:
+            say(f"{file} ...")
+            tables[file.stem] = diagnose(net, score_net, images, labels, *sigmas, device=device, truth=truth)
+            weights[file.stem] = checksum(net.state_dict())[:16]
+    if not tables:
+        raise UserError(f"{folder}: has no classifier-*.pt; python train_classifier.py --loss ce makes one")
+    total = math.log(len(settings.get("classes") or range(10)))
+    cells = {"accuracy": "{accuracy:.3f}", "ce": "{ce:.3f}", "gain": "{gain:.3f} ± {gain_se:.3f}",
+             "alpha": "{alpha:.2f} ± {alpha_se:.2f}", "h": "{h:.3g}", "D_P": "{D_P:.3g}", "D_L": "{D_L:.3g}"}
+    print(f"\n{len(images)} images per noise level; ± is the standard error")
+    for name, table in tables.items():
+        keys = [key for key in cells if key in table[0]]
+        print(f"\n{name}\n\n| σ | {' | '.join(keys)} |\n{'| --- ' * (len(keys) + 1)}|")
+        for row in table:
+            print(f"| {row['sigma']:.3g} | {' | '.join(cells[key].format(**row) for key in keys)} |")
+        nats, error = explained_nats(table, *sigmas)
+        bound = math.exp(min(nats - total, 0))
+        print(f"\n{nats:.3f} ± {error:.3f} of {total:.3f} nats; with exact scores at least {bound:.2f} of the samples "
+              "are then of their class")
+    write_whole(folder / "diagnose.json", json.dumps(dict(**tables, weights=weights), indent=1).encode())
     titles = dict(accuracy="Accuracy", ce="Cross-entropy", gain="Gain of the likelihood score (larger is better)",
                   alpha="Best guidance scale (1 is right)")
 
     def line(name, rows, key):  # with a band of two standard errors
-        points = ((r["sigma"], r[key], r[key] - 2 * r[f"{key}_se"], r[key] + 2 * r[f"{key}_se"]) for r in rows)
-        return name.removeprefix("classifier-"), *zip(*points)
+        value, error = (np.array([row[k] for row in rows]) for k in (key, f"{key}_se"))
+        levels = [row["sigma"] for row in rows]
+        return name.removeprefix("classifier-"), levels, value, value - 2 * error, value + 2 * error
 
-    chart(folder / "diagnose.png", [
-        dict(title=title, x="noise level sigma", y=key, log_x=True, lines=[line(*item, key) for item in tables.items()])
-        for key, title in titles.items()], columns=2)
+    panels = []
+    for key, title in titles.items():
+        lines = [line(name, rows, key) for name, rows in tables.items() if key in rows[0]]
+        panels.append(dict(title=title, x="noise level sigma", y=key, log_x=True, lines=lines))
+    chart(folder / "diagnose.png", panels, columns=2)
     print(f"\n{folder}/diagnose.json and diagnose.png")
 
 
-def make_parser():
-    parser = Parser(__doc__)
-    shared_flags(parser, PRESETS)
-    parser.flag("--loss", "total", "ce (the base method), dlsm (DLSM' alone) or total (L_DLSM' + λ L_CE)", choices=["ce", "dlsm", "total"])
-    parser.flag("--lam", None, "λ, the weight of the cross-entropy in L_Total, beside DLSM' summed over pixels (lite, tiny) or its mean "
-                "(paper) (default: the preset's)", number(float, 0, 1e6))
-    parser.flag("--power", None, "DLSM' is weighted with σ^POWER (default: the preset's; 0 is the paper's)", number(float, -4, 4))
-    parser.flag("--norm", None, "normalisation: batch (the paper's) or group (default: the preset's)", choices=["batch", "group"])
-    parser.flag("--act", None, "activation: relu (the paper's) or silu, which is smooth (default: the preset's)", choices=["relu", "silu"])
-    parser.flag("--depth", None, "ResNet-18 or -34 (default: 18, the paper preset takes 34 for 100 classes)", int, choices=[18, 34])
-    parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
-    parser.flag("--compile", False, "torch.compile the classifier (--loss ce only)")
-    parser.flag("--diagnose", False, "no training: the score mismatch of all classifiers of this run on held-out data")
-    parser.flag("--diagnose-n", 2000, "held-out images a noise level in a diagnosis; an eighth of it while training", number(int, 8, 10**6))
-    parser.flag("--diagnose-every", 5000, "steps between diagnoses on held-out data, logged to the .jsonl", number(int, 1, 10**9))
-    return parser
+# ------------------------------------------------------------ 3. machinery: finding models
+
+BUNDLED = pathlib.Path(__file__).parent / "docs" / "pretrained"
 
 
-def main():
-    args = make_parser().parse_args()
-    if args.compile and args.loss != "ce":
-        raise UserError(f"--compile with --loss {args.loss}: torch.compile has no double backward, which DLSM' needs; leave it out")
-    for flag, losses in (("lam", ["total"]), ("power", ["dlsm", "total"])):
-        if getattr(args, flag) is not None and args.loss not in losses:
-            raise UserError(f"--{flag} with --loss {args.loss}: has no effect there; leave it out, or choose --loss {losses[-1]}")
-    device = set_up(args)
-    preset = from_preset(args, PRESETS)
-    folder = run_folder(args)
-    score_path = pathlib.Path(args.score or folder / "score.pt")
-    if not score_path.exists():
-        raise UserError(f"{score_path}: no score model; python train_score.py --data {args.data} makes one, or --score FILE names one")
-    score_net = load_image_model(score_path, device, "score")
-    about = score_net.about["settings"]
-    images, labels, names = load_images(args.data, "train", args.size, args.root)
-    held_images, held_labels, _ = load_images(args.data, "test", args.size, args.root)
-    shape = (score_net.config["channels"], score_net.config["image_size"])
-    if (images.shape[1], images.shape[3]) != shape:
-        wanted = f"{shape[0]}×{shape[1]}×{shape[1]}"
-        raise UserError(f"{score_path} is for {wanted} images, --data {args.data} has {tuple(images.shape[1:])}; see --size")
-    score_call = network_call(score_net, args.amp, False, device)
-    if args.diagnose:
-        if process()[0] == 0:
-            with lock(folder / "diagnose.json"):
-                diagnose_run(folder, score_net, held_images[: args.diagnose_n], held_labels[: args.diagnose_n], device)
-        return
-    if args.preset == "paper" and args.depth is None and len(names) == 100:
-        preset["depth"] = 34
-    torch.manual_seed(mix(args.seed, "weights"))
-    net = NoisyResNet(classes=len(names), channels=images.shape[1], **{key: preset[key] for key in ("depth", "width", "norm", "scaled", "act")})
-    net = net.to(device)
-    settings = dict(
-        data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1], sigma_min=about["sigma_min"],
-        sigma_max=about["sigma_max"], loss=args.loss, score_sha=checksum(score_net.state_dict())[:16], seed=args.seed, amp=args.amp,
-        config=net.config, **{key: preset[key] for key in ("batch", "lr", "cosine")})
-    if args.loss != "ce":
-        settings["power"] = preset["power"]
-    if args.loss == "total":
-        settings.update(lam=preset["lam"], over=preset["over"])
-    lam = preset["lam"] / (images[0].numel() if preset["over"] == "sum" else 1)  # to Adam, sum + λ CE is mean + λ/d CE
-    call = network_call(net, False, args.compile, device)
-    losses = dict(ce=lambda x, sigma, y, z: ce_loss(call, x, sigma, y, z),
-                  dlsm=lambda x, sigma, y, z: dlsm_loss(net, score_call, x, sigma, y, z, preset["power"]),
-                  total=lambda x, sigma, y, z: total_loss(net, score_call, x, sigma, y, z, lam, preset["power"]))
-    path = folder / f"classifier-{args.loss}{f'-{args.tag}' if args.tag else ''}.pt"
-    introduce(path, net, images, f"{len(names)} classes, on {device}")
-    if process()[1] > 1 and preset["norm"] == "batch":
-        say(f"warning: BatchNorm sees a process's {preset['batch'] // process()[1]} images, not the whole batch; one process or --norm group does not")
+def where(args):
+    """The flags that name a run, for a command that we suggest."""
+    given = {key: getattr(args, key) for key in ("data", "size", "run") if getattr(args, key)}
+    return " ".join(f"--{key} {shlex.quote(str(value))}" for key, value in given.items())
 
-    def inspect(step, ema):
-        net.eval()
-        few = max(args.diagnose_n // 8, 2)  # a standard error needs two
-        table = diagnose(net, score_call, held_images[:few], held_labels[:few], about["sigma_min"], about["sigma_max"], device=device)
-        shown = ", ".join(f"{r['sigma']:.2g}: {r['accuracy']:.2f} {r['gain']:.2f}" for r in table[1::2])
-        say(f"\nstep {step}, held out: accuracy and gain at σ = {shown}")
-        return dict(diagnosis=table)
 
-    draw = image_draw(images, labels, preset["batch"], args.seed, about["sigma_min"], about["sigma_max"], flip=False)
-    fit(net, draw, losses[args.loss], path, "classifier", settings, steps=preset["steps"], lr=preset["lr"], cosine=preset["cosine"],
-        warmup=1000 if len(names) == 100 else 0, clip=1.0, seed=args.seed, device=device, save_every=args.save_every,
-        every=args.diagnose_every, inspect=inspect, restart=args.restart)
+def load_image_model(path, device, kind, maker):
+    """load_model for the networks of images; says which file it is or, where there is none, what to do."""
+    path = pathlib.Path(path)
+    if not path.exists():
+        runs = [str(p.parent) for p in sorted(pathlib.Path("runs").glob("*/score.pt"))]
+        hint = f"; there are {', '.join(runs)} (--run)" if runs else ""
+        if BUNDLED.exists():
+            box = shlex.quote(str(BUNDLED / "fashion-16"))
+            hint += f"; bundled weights sample at once: python sample.py --run {box}"
+        raise UserError(f"{path}: no such {kind}; python {maker} makes it, --{kind} FILE names another{hint}")
+    net = load_model(path, device, kind)
+    settings = net.about["settings"] if isinstance(net.about["settings"], dict) else {}
+    low, high = (settings.get(key) for key in ("sigma_min", "sigma_max"))
+    levels = isinstance(low, float) and isinstance(high, float) and 0 < low < high < math.inf
+    if not levels or not isinstance(net, (NCSNpp, ExactScore) if kind == "score" else NoisyResNet):
+        raise UserError(f"{path}: is a {kind} checkpoint of {type(net).__name__}, but not one for images")
+    net.about["sha"] = checksum(net.state_dict())[:16]
+    step, planned = net.about["step"], settings.get("steps")
+    if isinstance(net, ExactScore):
+        progress = f"the exact score of {len(net.images)} images"
+    elif planned and step < planned:
+        progress = f"warning: is at step {step:,} of {planned:,} only"
+    else:
+        progress = f"step {step:,}" if isinstance(step, int) else "step unknown"
+    say(f"{path}: {kind} {net.about['sha'][:8]}, {progress}")
+    return net
 
 
 if __name__ == "__main__":

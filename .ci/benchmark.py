@@ -4,7 +4,7 @@
     python .ci/benchmark.py --quick    # small sizes, a minute: shows that it runs, not how fast
 
 "As released" is our network with the parts that the authors' release does otherwise: resampling with each channel as a
-batch element of a one-channel convolution after inserting zeros, attention by einsum, torch's dropout, an unfused optimizer,
+batch element of a one-channel convolution after inserting zeros, attention by einsum, an unfused optimizer,
 the EMA as a Python loop. "Limit" is the floating-point work of convolutions and matrix products over the measured speed of a large one.
 Ours and the reference take turns; a ratio is that of the medians.
 """
@@ -29,10 +29,10 @@ HERE = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
 import models  # noqa: E402
 from evaluate import frechet_distance, moments, prdc  # noqa: E402
-from models import EMA, NCSNpp, NoisyResNet, fold_batchnorm, load_model  # noqa: E402
+from models import EMA, NCSNpp, NoisyResNet, append_dims, fold_batchnorm, load_model  # noqa: E402
 from sample import heun_sampler, pc_sampler, posterior_score, sigma_grid  # noqa: E402
 from train_classifier import likelihood_score, total_loss  # noqa: E402
-from train_score import dsm_loss, image_draw, spread  # noqa: E402
+from train_score import dsm_loss, image_batches  # noqa: E402
 
 ROWS = []
 
@@ -183,8 +183,8 @@ def networks(quick):
     row(f"guidance gradient, s (batch {batch})", a, b)
 
     images = torch.randint(0, 256, (2000 if quick else 50_000, 3, 32, 32), dtype=torch.uint8)
-    draw = image_draw(images, torch.zeros(len(images), dtype=torch.long), batch, 0, 0.01, 50.0, True)
-    seconds = times(lambda: draw(torch.Generator().manual_seed(1), 3), rounds=9)[0]
+    batch_of = image_batches(images, torch.zeros(len(images), dtype=torch.long), batch, 0, 0.01, 50.0, True)
+    seconds = times(lambda: batch_of(torch.Generator().manual_seed(1), 3), rounds=9)[0]
     row("cutting a batch, noise included, s", seconds, 0, f"{100 * seconds / ours_step_seconds(ours):.1f}% of a score training step")
 
 
@@ -255,31 +255,33 @@ def sampling(quick):
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         for join, name in (("early", "score"), ("early", "total"), ("late", "score"), ("late", "total")):
-            toy_moons.train(lambda *_: None, folder, preset, join, name, 0, "cpu", False)
+            with contextlib.redirect_stdout(None):
+                toy_moons.train(toy_moons.Nets(folder, join, 0, "cpu"), name, preset, False)
         visits = preset["steps"] * preset["batch"]
         paper = toy_moons.PRESETS["paper"]["steps"] * toy_moons.PRESETS["paper"]["batch"]
-        D_L = sum(toy_moons.score_errors("total", folder, "late", 0)["D_L"]) / 2
+        D_L = sum(toy_moons.score_errors("total", toy_moons.Nets(folder, "late", 0, "cpu"))["D_L"]) / 2
         row("two moons, sample visits a network, millions", visits / 1e6, paper / 1e6, f"L_Total, late: D_L {D_L:.3f}; the paper's 0.052")
+        nets = toy_moons.Nets(folder, "early", 0, "cpu")
         for name, key in (("oracle", "e"), ("trained, early, L_Total", "d")):
-            score, calls = toy_moons.scores_of(key, 0, folder, "early", 0)[0], []
+            score, calls = toy_moons.method_scores(key, 0, nets)[0], []
             generator = torch.Generator().manual_seed(0)
             noise = lambda x: torch.randn(x.shape, generator=generator)
             counted = lambda x, sigma: (calls.append(1), score(x, sigma))[1]
             real, second = (data[torch.randint(len(data), (count,), generator=generator)] + end * noise(torch.empty(count, 2)) for _ in range(2))
-            spread_ = torch.linalg.cholesky(data.T.cov() + 100 * torch.eye(2))
-            heun = heun_sampler(counted, data.mean(0) + noise(real) @ spread_.T, sigma_grid(heun_steps, end, 10.0, rho=7)[:-1], churn=1.0, noise=noise)
+            deviation = torch.linalg.cholesky(data.T.cov() + 100 * torch.eye(2))
+            heun = heun_sampler(counted, data.mean(0) + noise(real) @ deviation.T, sigma_grid(heun_steps, end, 10.0, rho=7)[:-1], gamma=1.0, noise=noise)
             evaluations = [len(calls)]
             pc = pc_sampler(counted, 10 * noise(real), sigma_grid(pc_steps, end, 10.0)[:-1], noise=noise)
             evaluations.append(len(calls) - evaluations[0])
             row(f"a guided sample, {name}: evaluations, stochastic Heun and PC", *evaluations,
                 f"precision / recall / coverage {quality(real, heun)}, PC {quality(real, pc)}, a second sample of the data {quality(real, second)}")
         draws = [times(lambda: heun_sampler(score, 10 * torch.randn(n, 2), sigma_grid(heun_steps, end, 10.0, rho=7)[:-1]), rounds=3)[0]
-                 for n, score in ((n, toy_moons.scores_of("e", 0, folder, "early", 0)[0]) for n in (count, 2 * count))]
+                 for n, score in ((n, toy_moons.method_scores("e", 0, nets)[0]) for n in (count, 2 * count))]
         row("... twice the images, s", draws[1], 0, f"{draws[1] / draws[0]:.2f}× the time")
 
 
 def images(quick):
-    """The same on images: Fashion-MNIST from the weights in the box, guided by L_Total, judged by the features of the other classifier."""
+    """The same on images: Fashion-MNIST from the bundled weights, guided by L_Total, judged by the features of the other classifier."""
     box, sigma_max = HERE / "docs" / "pretrained" / "fashion-16", 20.0
     score_net, guide, judge = (load_model(box / f"{name}.pt") for name in ("score", "classifier-total", "classifier-ce"))
     guide, (count, pc_steps, heun_steps) = fold_batchnorm(guide), (20, 10, 3) if quick else (100, 1000, 40)
@@ -293,7 +295,7 @@ def images(quick):
             if name == "PC":
                 parts.append(pc_sampler(score, x, sigma_grid(pc_steps, 0.01, sigma_max), noise=noise))
             else:
-                parts.append(heun_sampler(score, x, sigma_grid(heun_steps, 0.01, sigma_max, rho=7), churn=1.0, noise=noise))
+                parts.append(heun_sampler(score, x, sigma_grid(heun_steps, 0.01, sigma_max, rho=7), gamma=1.0, noise=noise))
         with torch.no_grad():
             features = judge.features(torch.cat(parts).clamp(0, 1), torch.full((count,), 0.01))
             found[name] = features, (judge.linear(features).argmax(1) == y).double().mean().item(), sum(calls) // count
@@ -348,12 +350,12 @@ def dlsm_job(kind, quick):
 
 
 def released_total(classifier, net, x, sigma, y, z):
-    noisy = (x + spread(sigma, x) * z).requires_grad_()
+    noisy = (x + append_dims(sigma, x) * z).requires_grad_()
     with torch.no_grad():
         s = net(noisy, sigma)
     out = classifier(noisy, sigma)
     g, = torch.autograd.grad(torch.log(F.softmax(out, 1) + 1e-8), noisy, F.one_hot(y, 10), create_graph=True)
-    return (0.5 * (g + s + z / spread(sigma, x)).square()).mean() + F.cross_entropy(out, y)
+    return (0.5 * (g + s + z / append_dims(sigma, x)).square()).mean() + F.cross_entropy(out, y)
 
 
 if __name__ == "__main__":
