@@ -8,9 +8,6 @@ Figure 4, side-by-side.png. Features and classifiers are kept in ROOT/features, 
 In Python: evaluate(images, labels, data="cifar10", metrics="fid,prdc").
 """
 import argparse
-import collections
-import contextlib
-import dataclasses
 import hashlib
 import json
 import math
@@ -28,7 +25,7 @@ from sample import chart, npz_bytes, save_grid
 from train_classifier import ce_loss
 from train_score import (Parser, Plan, Progress, bounded, check_images, derive_seed, fit, image_batches,
                          import_torchvision, load_images, read_folder, read_npz, run, run_folder, say, set_up,
-                         shared_flags)
+                         shared_flags, text)
 
 # ------------------------------------------------------------ 1. the story: the metrics, then the stage
 
@@ -54,7 +51,8 @@ def prdc(real, fake, k=3, real_radii=None):
         raise UserError(f"prdc: real points have {real.shape[1]} coordinates, fake ones {fake.shape[1]}")
     real_radii = knn_radii(real, k) if real_radii is None else real_radii
     fake_radii = knn_radii(fake, k)
-    center, error = real.mean(0), rounding_error(real, fake)
+    center = real.mean(0)
+    error = max(rounding_error(real, center), rounding_error(fake, center))
     if real.dtype != fake.dtype or real.dtype == torch.float32 and error > 0.01 * real_radii.median():
         return prdc(real.double(), fake.double(), k, real_radii)  # else most pairs would need exact distances
     in_balls = torch.zeros(len(fake), dtype=torch.int64, device=real.device)  # B(real) around each fake
@@ -66,7 +64,7 @@ def prdc(real, fake, k=3, real_radii=None):
             rows, columns = pairs_inside(distance, real_radii[i : i + BLOCK, None], error, a, b)
             in_balls[j : j + BLOCK] += torch.bincount(columns, minlength=len(b))
             covered[rows + i] = True
-            rows, columns = pairs_inside(distance, fake_radii[None, j : j + BLOCK], error, a, b)
+            rows, _ = pairs_inside(distance, fake_radii[None, j : j + BLOCK], error, a, b)
             recalled[rows + i] = True
             del distance  # before the next block is made
     return dict(precision=(in_balls > 0).double().mean().item(), recall=recalled.double().mean().item(),
@@ -76,29 +74,25 @@ def prdc(real, fake, k=3, real_radii=None):
 def knn_radii(points, k):
     """Squared distance of each point to its k-th nearest other one; exact distances decide near ties."""
     points = as_points(points, k)
-    n, m = len(points), min(k + SPARE, len(points) - 1)
-    center, error = points.mean(0), rounding_error(points, points)
+    n, m, center = len(points), min(k + SPARE, len(points) - 1), points.mean(0)
     nearest = points.new_full((n, m), math.inf)
     index = torch.zeros(n, m, dtype=torch.int64, device=points.device)
-
-    def merge(start, distance, first):
-        """Takes the distances from the points at `start` to those at `first` into account."""
-        rows = slice(start, start + BLOCK)
-        values, at = distance.topk(min(m, distance.shape[1]), largest=False)
-        values, at = torch.cat([nearest[rows], values], 1), torch.cat([index[rows], at + first], 1)
-        nearest[rows], order = values.topk(m, largest=False)
-        index[rows] = at.gather(1, order)
-
     for i in range(0, n, BLOCK):
         for j in range(i, n, BLOCK):  # distances are symmetric: half of the blocks is enough
             distance = squared_distances(points[i : i + BLOCK], points[j : j + BLOCK], center)
+            blocks = [(i, j, distance)]
             if i == j:
                 distance.fill_diagonal_(math.inf)  # a point is not its own neighbour
             else:
-                merge(j, distance.T.contiguous(), i)
-            merge(i, distance, j)
-            del distance  # before the next block is made
-    unsure = (nearest - nearest[:, k - 1 : k]).abs() <= 2 * error
+                blocks.append((j, i, distance.T.contiguous()))
+            for start, first, block in blocks:
+                rows = slice(start, start + BLOCK)
+                values, at = block.topk(min(m, block.shape[1]), largest=False)
+                values, at = torch.cat([nearest[rows], values], 1), torch.cat([index[rows], at + first], 1)
+                nearest[rows], order = values.topk(m, largest=False)
+                index[rows] = at.gather(1, order)
+            del distance, blocks, block  # before the next ones are made
+    unsure = (nearest - nearest[:, k - 1 : k]).abs() <= 2 * rounding_error(points, center)
     nearest = nearest.double()
     nearest[unsure] = exact_distances(points, points, unsure.nonzero()[:, 0], index[unsure])
     radii = nearest.sort(1).values[:, k - 1]
@@ -126,12 +120,10 @@ def squared_distances(a, b, center):
     return torch.addmm(b.square().sum(1), a, b.T, alpha=-2).add_(a.square().sum(1)[:, None])
 
 
-def rounding_error(real, fake):
+def rounding_error(points, center):
     """A bound of the error of squared_distances: √d ε (‖a‖² + ‖b‖²), several times the largest error seen."""
-    center = real.mean(0)
-    parts = [*real.split(BLOCK), *fake.split(BLOCK)]
-    largest = max((part - center).square().sum(1).max().item() for part in parts)
-    return 2 * max(len(center), 16) ** 0.5 * torch.finfo(real.dtype).eps * largest
+    largest = max((part - center).square().sum(1).max().item() for part in points.split(BLOCK))
+    return 2 * max(len(center), 16) ** 0.5 * torch.finfo(points.dtype).eps * largest
 
 
 def exact_distances(a, b, i, j):
@@ -145,8 +137,8 @@ def pairs_inside(distance, radius, error, a, b):
     near = (distance < (radius + error).to(distance.dtype)).view(-1).nonzero()[:, 0]
     i, j = near // len(b), near % len(b)
     distance, radius = distance.view(-1)[near], radius.expand(distance.shape)[i, j]
-    unsure = distance > radius - error
-    inside = ~unsure
+    inside = distance <= radius - error
+    unsure = ~inside
     limit = radius[unsure] * (1 - 1e-12)  # a distance computed twice may differ in its last digit
     inside[unsure] = exact_distances(a, b, i[unsure], j[unsure]) < limit
     return i[inside], j[inside]
@@ -207,7 +199,7 @@ def make_parser():
     shared_flags(parser)
     parser.set_defaults(data=None)
     steps = dict(type=bounded(int, 1, 10**9), metavar="N")
-    path = dict(type=pathlib.Path, metavar="PATH")
+    path = dict(type=lambda value: pathlib.Path(text(value)), metavar="PATH")
     parser.group("metrics; default --data and --size: those in the recipe of the sample files")
     parser.flag("--metrics", None, f"of {','.join(METRICS)} (default: all; cas only on GPUs)", metavar="LIST")
     parser.flag("--k", 3, "neighbours for precision, recall, density, coverage", bounded(int, 1, 1000))
@@ -221,14 +213,14 @@ def make_parser():
     parser.flag("--weights", None, "Inception's weights (default: in ROOT/features, else fetched)", **path)
     parser.flag("--resize", "tf", "tf: the paper's rule; torch: pytorch-fid's", choices=["tf", "torch"])
     parser.flag("--batch", 100, "images per pass", bounded(int, 1, 10**5), metavar="N")
-    parser.flag("--cas-model", "resnet50", "or resnet18, resnet34", choices=CAS_MODELS, metavar="NAME")
+    parser.flag("--cas-model", "resnet50", "network of CAS", choices=["resnet18", "resnet34", "resnet50"])
     parser.flag("--cas-steps", 10_000, "of 150 images; the release trains 400,001 steps", **steps)
     return parser
 
 
 def main():
     args = make_parser().parse_args()
-    folder = run_folder(with_recipe(args, []))
+    folder = run_folder(argparse.Namespace(**{**vars(args), "data": args.data or "cifar10"}))
     paths = args.samples or sorted(folder.glob("samples-*.npz"))
     if not paths:
         raise UserError(f"{folder}: has no samples-*.npz; python sample.py makes them, or name your files")
@@ -238,53 +230,52 @@ def main():
         while name in files:
             name = f"{path.absolute().parent.name}-{name}"
         files[name] = read_samples(path)
-    args = with_recipe(args, [file["recipe"] for file in files.values()])
+    use_recipe(args, files)
     if args.paper and args.data not in PAPER:
         raise UserError(f"--paper: the paper has {' and '.join(PAPER)}, not --data {args.data}")
     device, metrics, real = prepare(files, args)
     out = args.out or paths[0].absolute().parent
     try_folder(out, "--out names another")
-    about, dim = measure_files(files, real, args, metrics, device)
-    if args.save_stats:
-        mu, cov = moments(real.features)
-        write_whole(args.save_stats, npz_bytes(mu=mu.cpu().numpy(), sigma=cov.cpu().numpy()))
+    about, dim = measure(files, real, args, metrics, device)
     save_grid(out / "side-by-side.png", [file["images"][:20] for file in files.values()], list(files))
-    text = report(files, about, dim, args, metrics, out)
+    table = report(files, about, dim, args, metrics, out)
     if "cas" in metrics:
         say(f"CAS: {args.cas_model}, {args.cas_steps} steps per file; {out}/evaluation.md has the rest")
         measure_cas(files, real, args, device)
-        text = report(files, about, dim, args, metrics, out)
-    say(f"\n{text}\n\n{out}/evaluation.json has the recipe of each number")
+        table = report(files, about, dim, args, metrics, out)
+    say(f"\n{table}\n\n{out}/evaluation.json has the recipe of each number")
 
 
 def evaluate(images, labels=None, **flags):
     """Numbers of samples in memory → {key: value}; flags as keywords: data="fashion", metrics=["fid"]."""
-    parser, line = make_parser(), []
-    known = set(vars(parser.parse_args([]))) - {"samples"}
-    for key, value in flags.items():
-        if key not in known:
-            raise UserError(f"evaluate: no flag {key}; there are {', '.join(sorted(known))}")
-        if isinstance(value, (list, tuple)):
-            value = ",".join(map(str, value))
-        if value is not None and value is not False:
-            line.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
-
     def refuse(message):
         raise UserError(f"evaluate: {message}")
 
+    parser, line = make_parser(), []
     parser.error = refuse
-    args = with_recipe(parser.parse_args(line), [])
-    file = dict(path="samples", images=images, labels=labels, recipe={}, folders=None)
-    device, metrics, real = prepare({"samples": file}, args)
-    measure_files({"samples": file}, real, args, metrics, device)
+    known = set(vars(parser.parse_args([]))) - {"samples"}
+    for key, value in flags.items():
+        if key not in known:
+            refuse(f"no flag {key}; there are {', '.join(sorted(known))}")
+        if isinstance(value, (list, tuple)):
+            value = ",".join(value)
+        if value is not None and value is not False:
+            line.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
+    args = parser.parse_args(line)
+    files = {"samples": dict(path="samples", images=images, labels=labels, recipe={}, folders=None)}
+    use_recipe(args, files)
+    device, metrics, real = prepare(files, args)
+    measure(files, real, args, metrics, device)
     if "cas" in metrics:
-        measure_cas({"samples": file}, real, args, device)
-    return {key: number["value"] for key, number in file["numbers"].items()}
+        measure_cas(files, real, args, device)
+    return {key: number["value"] for key, number in files["samples"]["numbers"].items()}
 
 
 def prepare(files, args):
-    """Checks everything before anything is computed → device, metrics, real images if needed."""
+    """Checks everything before anything is computed → device, metrics, real images, labels and names."""
     device = set_up(args)
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    torch.backends.cudnn.allow_tf32 = False
     metrics = set(METRICS if args.metrics in (None, "all") else args.metrics.split(","))
     if not metrics <= set(METRICS):
         raise UserError(f"--metrics {args.metrics}: must be all, or some of {','.join(METRICS)}")
@@ -292,95 +283,97 @@ def prepare(files, args):
         metrics.remove("cas")  # which would take hours
     real, most = None, None
     if args.features == "own" or args.save_stats or metrics - ({"is", "fid"} if args.stats else {"is"}):
-        real = Real(*load_images(args.data, "train", args.size, args.root))
+        real = load_images(args.data, "train", args.size, args.root)
     for file in files.values():
         if file["recipe"].get("split") == "test":  # as many as the files before it have
             images, labels, _ = load_images(args.data, "test", args.size, args.root)
             file.update(images=images[:most], labels=labels[:most])
         check_samples(file, real, args, metrics)
-        file["n"] = len(file["images"])
+        file.update(n=len(file["images"]), numbers={})
         most = max(most or 0, file["n"])
     return device, metrics, real
 
 
-def measure_files(files, real, args, metrics, device):
-    """All numbers but CAS, into the `numbers` of each file → the recipe of the features, their number."""
+def measure(files, real, args, metrics, device):
+    """All numbers but CAS, each with its recipe, into file["numbers"] → the features' recipe and number."""
     try_folder(pathlib.Path(args.root) / "features", "--root names another")
-    for file in files.values():
-        file["numbers"] = {}
-    if metrics == {"cas"}:
+    if args.save_stats:
+        try_folder(args.save_stats.absolute().parent, "--save-stats names another")
+    if metrics == {"cas"} and not args.save_stats:
         return {}, 0
-    if args.features == "own":
-        extractor = own_extractor(real, args, device)
-    else:
-        extractor = inception_extractor(args, metrics, device)
-    reference = read_stats(args.stats, extractor.dim) if args.stats else None
+    images, real_labels, names = real or ((), None, None)
+    about, dim, network = make_extractor(real, args, metrics, device)
+    reference, radii = read_stats(args.stats, dim) if args.stats else None, {}
+    training = f"{args.data}, {len(images)} training images"
     if args.save_stats or metrics & {"prdc", "classwise"} or "fid" in metrics and not args.stats:
-        real.features = extract(real.images, extractor, args, device, "real images").features
-    if "fid" in metrics and not args.stats:
-        reference = moments(real.features)
+        real_features, _ = extract(images, about, network, args, device, "real images")
+    if args.save_stats or "fid" in metrics and not args.stats:
+        mu, cov = moments(real_features)
+        reference = reference or (mu, cov)
+    if args.save_stats:
+        write_whole(args.save_stats, npz_bytes(mu=mu.cpu().numpy(), sigma=cov.cpu().numpy()))
+
+    def compare(points, fake, c=None):
+        """prdc; the radii of the real points, most of the work, serve all files."""
+        if c not in radii:
+            radii[c] = knn_radii(points, args.k)
+        return prdc(points, fake, args.k, radii[c])
+
     for name, file in files.items():
-        found = extract(file["images"], extractor, args, device, name)
-        with full_precision():
-            measure(file, found, reference, real, extractor.about, args, metrics, name)
-    return extractor.about, extractor.dim
+        labels, n = file["labels"], file["n"]
+        features, logits = extract(file["images"], about, network, args, device, name)
 
+        def put(key, value, **recipe):
+            file["numbers"][key] = dict(value=value, n=n, **recipe)
 
-def measure(file, found, reference, real, about, args, metrics, name):
-    """All numbers but CAS of one file, each with its recipe, into file["numbers"]."""
-    numbers, labels, n = file["numbers"], file["labels"], file["n"]
-    training = f"{args.data}, {len(real.images)} training images" if real else None
-
-    def put(values, **recipe):
-        recipe = dict(n=n, **recipe, extractor=about)
-        numbers.update({key: dict(value=value, **recipe) for key, value in values.items()})
-
-    if "fid" in metrics:
-        fid = frechet_distance(*moments(found.features), *reference)
-        put(dict(fid=fid), reference=str(args.stats or training))
-    if "is" in metrics:
-        put({"is": inception_score(found.logits, 1)[0]}, splits=1)
-        mean, deviation = inception_score(found.logits)
-        put(dict(is_splits=mean), splits=10, deviation=deviation)
-    if "prdc" in metrics:
-        say(f"{name}: precision, recall, density, coverage of {n} samples, {len(real.images)} real images")
-        put(compare(real, found.features, args.k), k=args.k, reference=training)
-    if "classwise" in metrics and labels is not None:
-        rows = {}
-        for c, class_name in enumerate(real.names):
-            mine = found.features[labels == c]
-            fid = frechet_distance(*moments(real.features[real.labels == c]), *moments(mine))
-            rows[class_name] = dict(compare(real, mine, args.k, c), fid=fid)
-        recipe = dict(k=args.k, reference=f"{args.data}, the training images of each class")
-        for key in ("fid", *PRDC):
-            classes = {class_name: row[key] for class_name, row in rows.items()}
-            mean = sum(classes.values()) / len(classes)
-            put({f"cw_{key}": mean}, n_per_class=labels.bincount().tolist(), classes=classes, **recipe)
-        if args.features == "own":
-            put(dict(accuracy=(found.logits.argmax(1).cpu() == labels).double().mean().item()))
-    if file["recipe"].get("exact") is True and real and labels is not None:
-        nearest = nearest_images(file["images"], real.images, found.features.device)
-        counts = zip(labels.bincount().tolist(), real.labels.bincount().tolist())
-        expected = sum(total * (1 - (1 - 1 / total) ** drawn) for drawn, total in counts)
-        recipe = dict(n=n, nearest="by the distance of pixels", reference=training)
-        right = (real.labels[nearest] == labels).double().mean().item()
-        numbers["exact_accuracy"] = dict(value=right, **recipe)
-        numbers["distinct"] = dict(value=len(nearest.unique()), expected=expected, **recipe)
+        if "fid" in metrics:
+            fid = frechet_distance(*moments(features), *reference)
+            put("fid", fid, reference=str(args.stats or training), extractor=about)
+        if "is" in metrics:
+            put("is", inception_score(logits, 1)[0], splits=1, extractor=about)
+            mean, deviation = inception_score(logits)
+            put("is_splits", mean, splits=10, deviation=deviation, extractor=about)
+        if "prdc" in metrics:
+            say(f"{name}: precision, recall, density, coverage of {n} samples, {len(images)} real images")
+            for key, value in compare(real_features, features).items():
+                put(key, value, k=args.k, reference=training, extractor=about)
+        if "classwise" in metrics and labels is not None:
+            rows = {}
+            for c, class_name in enumerate(names):
+                points, fake = real_features[real_labels == c], features[labels == c]
+                fid = frechet_distance(*moments(points), *moments(fake))
+                rows[class_name] = dict(compare(points, fake, c), fid=fid)
+            for key in ("fid", *PRDC):
+                classes = {class_name: row[key] for class_name, row in rows.items()}
+                put(f"cw_{key}", sum(classes.values()) / len(classes), n_per_class=labels.bincount().tolist(),
+                    classes=classes, k=args.k, reference=f"{args.data}, the training images of each class",
+                    extractor=about)
+            if args.features == "own":
+                right = (logits.argmax(1).cpu() == labels).double().mean().item()
+                put("accuracy", right, extractor=about)
+        if file["recipe"].get("exact") is True and real and labels is not None:
+            nearest = nearest_images(file["images"], images, features.device)
+            counts = zip(labels.bincount().tolist(), real_labels.bincount().tolist())
+            expected = sum(total * (1 - (1 - 1 / total) ** drawn) for drawn, total in counts)
+            recipe = dict(nearest="by the distance of pixels", reference=training)
+            right = (real_labels[nearest] == labels).double().mean().item()
+            put("exact_accuracy", right, **recipe)
+            put("distinct", len(nearest.unique()), expected=expected, **recipe)
+    return about, dim
 
 
 def measure_cas(files, real, args, device):
     """Classification Accuracy Score (Ravuri & Vinyals 2019): real test accuracy after training on samples."""
-    recipe = dict(CAS, steps=args.cas_steps)
+    recipe, config = dict(CAS, steps=args.cas_steps), (args.cas_model, len(real[2]))
 
     def cas(images, labels):
-        config = (args.cas_model, len(real.names))
         _, accuracy = train_clean("cas", ResNet, config, images, labels, recipe, args, device)
         return dict(value=accuracy, n=len(images), model=args.cas_model, seed=args.seed, **recipe)
 
     of_real = None
     for file in files.values():
         if file["labels"] is not None and file["recipe"].get("split") != "test":
-            of_real = of_real or cas(real.images, real.labels)
+            of_real = of_real or cas(*real[:2])
             file["numbers"].update(cas=cas(file["images"], file["labels"]), cas_real=of_real)
 
 
@@ -389,42 +382,17 @@ def measure_cas(files, real, args, device):
 WEIGHTS = "pt_inception-2015-12-05-6726825d.pth"
 WEIGHTS_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{WEIGHTS}"
 WEIGHTS_SHA = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-CAS_MODELS = ("resnet18", "resnet34", "resnet50")
-Features = collections.namedtuple("Features", "features logits")
-Extractor = collections.namedtuple("Extractor", "about dim call")  # recipe, number, images → Features
-
-
-@dataclasses.dataclass
-class Real:
-    """The training images, and what is computed of them once, for all sample files."""
-
-    images: torch.Tensor
-    labels: torch.Tensor
-    names: list
-    features: torch.Tensor = None
-    radii: dict = dataclasses.field(default_factory=dict)  # of all of them (None) and of each class
-
-
-def compare(real, fake, k, c=None):
-    """prdc against the real images, all or of class c; their radii, most of the work, serve all files."""
-    points = real.features if c is None else real.features[real.labels == c]
-    if c not in real.radii:
-        real.radii[c] = knn_radii(points, k)
-    return prdc(points, fake, k, real.radii[c])
 
 
 def nearest_images(images, real, device):
     """The index of the training image nearest to each sample; whole numbers are exact in float64."""
     found = []
-    for part in images.flatten(1).split(BLOCK):
-        part = part.to(device).double()
-        values, indices = [], []
-        for start, block in enumerate(real.flatten(1).split(BLOCK)):
+    for part in images.flatten(1).split(500):
+        part, distances = part.to(device).double(), []
+        for block in real.flatten(1).split(BLOCK):
             block = block.to(device).double()
-            value, index = torch.addmm(block.square().sum(1), part, block.T, alpha=-2).min(1)
-            values.append(value)
-            indices.append(index + start * BLOCK)
-        found.append(torch.stack(indices).gather(0, torch.stack(values).argmin(0)[None])[0].cpu())
+            distances.append(torch.addmm(block.square().sum(1), part, block.T, alpha=-2))
+        found.append(torch.cat(distances, 1).argmin(1).cpu())
     return torch.cat(found)
 
 
@@ -458,12 +426,11 @@ def inception_weights(given, root):
         raise UserError(f"FID's Inception weights cannot be had ({error}); get {WEIGHTS_URL} and put it at "
                         f"{path}, or name it with --weights; --features own needs none") from None
     sha = hashlib.sha256(data).hexdigest()
+    trouble = f"sha256 {sha[:8]}…, not FID's {WEIGHTS_SHA[:8]}…"
     if sha != WEIGHTS_SHA and given:
-        trouble = f"sha256 {sha[:8]}…, not FID's {WEIGHTS_SHA[:8]}…"
         say(f"warning: --weights {path}: {trouble}; the numbers compare with nobody else's")
     elif sha != WEIGHTS_SHA:
-        where, cure = (WEIGHTS_URL, "try again") if fetch else (path, "delete it, and it is fetched again")
-        raise UserError(f"{where}: damaged, its sha256 is not {WEIGHTS_SHA[:8]}…; {cure}")
+        raise UserError(f"{path}: damaged, {trouble}; delete it if it is there, and try again")
     if fetch:
         write_whole(path, data)
     return path, sha
@@ -474,10 +441,9 @@ def load_inception(path):
     settings = dict(num_classes=1008, aux_logits=False, transform_input=False, init_weights=False)
     net = import_torchvision().models.inception_v3(weights=None, **settings).eval()
     try:
-        net.load_state_dict(dict(load_checkpoint(path)))
-    except (RuntimeError, AttributeError) as error:
-        trouble = " ".join(str(error).split())[:90]
-        raise UserError(f"{path}: not FID's Inception ({trouble}…); the usual file is {WEIGHTS}") from None
+        net.load_state_dict(load_checkpoint(path))
+    except (RuntimeError, AttributeError):
+        raise UserError(f"{path}: not FID's Inception; the usual file is {WEIGHTS}") from None
     return Inception(net).requires_grad_(False).to(memory_format=torch.channels_last)  # much faster on a CPU
 
 
@@ -519,33 +485,33 @@ class Inception(nn.Module):
         return torch.cat(list(outputs.values()), 1)
 
 
-def inception_extractor(args, metrics, device):
+def make_extractor(real, args, metrics, device):
+    """→ the recipe of the features, their number, and network(images) → features, logits."""
+    if args.features == "own":
+        images, labels, names = real
+        config = (OWN["depth"], len(names), OWN["width"], images.shape[1])
+        recipe = dict(OWN, steps=args.own_steps)
+        net, accuracy = train_clean("own", NoisyResNet, config, images, labels, recipe, args, device)
+        sha = checksum(net.state_dict())
+        about = dict(features="own", sha256=sha, test_accuracy=accuracy, seed=args.seed, **recipe)
+
+        def own(images):
+            x = images.float() / 255
+            features = net.features(x, x.new_full(x.shape[:1], CLEAN))
+            return features, net.linear(features)
+
+        return about, net.linear.in_features, own
     path, sha = inception_weights(args.weights, args.root)
-    net = load_inception(path).to(device)
-    if "is" in metrics and not net.head.weight.any():
-        rest = ",".join(key for key in METRICS if key in metrics - {"is"})
-        raise UserError(f"{path}: weights without a head, which IS needs; leave IS out: --metrics {rest}")
+    inception = load_inception(path).to(device)
+    if "is" in metrics and not inception.head.weight.any():
+        raise UserError(f"{path}: weights without a head, which IS needs; without IS: --metrics fid")
 
-    def call(images):
+    def network(images):
         parts = images.split(10 if device.type == "cpu" else len(images))  # ten suit the cache of a CPU
-        features = torch.cat([net(resize_for_inception(part, args.resize)) for part in parts])
-        return Features(features, features @ net.head.weight.T)  # FID's logits leave out the last bias
+        features = torch.cat([inception(resize_for_inception(part, args.resize)) for part in parts])
+        return features, features @ inception.head.weight.T  # FID's logits leave out the last bias
 
-    return Extractor(dict(features="inception", sha256=sha, resize=args.resize), 2048, call)
-
-
-def own_extractor(real, args, device):
-    config = (OWN["depth"], len(real.names), OWN["width"], real.images.shape[1])
-    recipe = dict(OWN, steps=args.own_steps)
-    net, accuracy = train_clean("own", NoisyResNet, config, real.images, real.labels, recipe, args, device)
-
-    def call(images):
-        x = images.float() / 255
-        features = net.features(x, x.new_full(x.shape[:1], CLEAN))
-        return Features(features, net.linear(features))
-
-    about = dict(features="own", sha256=checksum(net.state_dict()), test_accuracy=accuracy, seed=args.seed)
-    return Extractor(dict(about, **recipe), net.linear.in_features, call)
+    return dict(features="inception", sha256=sha, resize=args.resize), 2048, network
 
 
 class ResNet(nn.Module):
@@ -575,46 +541,46 @@ def train_clean(kind, network, config, images, labels, recipe, args, device):
     right = 0
     for x, y in zip(images.split(args.batch), labels.split(args.batch)):
         x = x.to(device).float() / 255
-        with full_precision():
-            right += (net(x, x.new_full(y.shape, CLEAN)).argmax(1).cpu() == y).sum().item()
+        right += (net(x, x.new_full(y.shape, CLEAN)).argmax(1).cpu() == y).sum().item()
     return net, right / len(images)
 
 
-def extract(images, extractor, args, device, name):
+def extract(images, about, network, args, device, name):
     """Features and logits, kept by content, 5,000 images per file: a run that was stopped continues."""
-    about, made, progress = extractor.about, [], None
     key = [about["features"], about["sha256"], about.get("resize")]
-    for n, part in enumerate(images.split(5000)):
+    parts, progress, done = [], None, 0
+    for part in images.split(5000):
         path = pathlib.Path(args.root) / "features" / f"{about['features']}-{checksum([part, key])[:24]}.pt"
         try:
-            made.append(load_checkpoint(path))
+            parts.append(load_checkpoint(path))
+            done += len(part)
             continue
         except UserError:  # not there, or damaged
-            progress = progress or Progress(len(images), 5000 * n, f"{name}: image")
-        rows, done = [], 5000 * n
+            progress = progress or Progress(len(images), done, f"{name}: image")
+        rows = []
         for batch in part.split(args.batch):
-            with torch.no_grad(), full_precision():
-                rows.append([v.cpu() for v in extractor.call(batch.to(device))])
+            with torch.no_grad():
+                rows.append([v.cpu() for v in network(batch.to(device))])
             done += len(batch)
             progress(done)
         features, logits = map(torch.cat, zip(*rows))
         if not features.isfinite().all():
             raise UserError(f"{name}: features that are not finite; the weights of the extractor are damaged")
-        made.append(dict(features=features, logits=logits))
-        save_checkpoint(path, made[-1])
+        parts.append(dict(features=features, logits=logits))
+        save_checkpoint(path, parts[-1])
     where = device if device.type == "cuda" else "cpu"  # the metrics need float64, which MPS has not
-    return Features(*(torch.cat([part[key] for part in made]).to(where) for key in ("features", "logits")))
+    return [torch.cat([part[key] for part in parts]).to(where) for key in ("features", "logits")]
 
 
 def read_stats(path, dim):
     """Mean and covariance for FID from a file of pytorch-fid's kind."""
     found = read_npz(path)
     mu, cov = (np.asarray(found.get(key, np.nan)) for key in ("mu", "sigma"))
-    fits = mu.shape == (dim,) and cov.shape == (dim, dim)
-    if not fits or not np.isfinite(mu).all() or not np.isfinite(cov).all():
+    finite = np.isfinite(mu).all() and np.isfinite(cov).all()
+    if mu.shape != (dim,) or cov.shape != (dim, dim) or not finite:
         shapes = ", ".join(f"{key} {value.shape}" for key, value in found.items())
-        raise UserError(f"--stats {path}: holds {shapes}; these features need finite mu ({dim},) and sigma "
-                        f"({dim}, {dim}), as --save-stats writes them")
+        wanted = f"finite mu ({dim},) and sigma ({dim}, {dim}), as --save-stats writes them"
+        raise UserError(f"--stats {path}: holds {shapes}; these features need {wanted}")
     return mu, cov
 
 
@@ -649,7 +615,7 @@ def check_samples(file, real, args, metrics):
     """Makes the images a tensor (N, C, H, W) and the labels one, or None; or an error that names the cure."""
     path, images, labels = file["path"], file["images"], file["labels"]
     if real and file["folders"]:
-        labels = folder_labels(path, labels, file["folders"], real.names)
+        labels = folder_labels(path, labels, file["folders"], real[2])
     if isinstance(images, torch.Tensor):
         images = images.detach().cpu()
         if images.ndim == 4 and images.shape[1] in (1, 3) and images.shape[3] not in (1, 3):
@@ -663,9 +629,8 @@ def check_samples(file, real, args, metrics):
         cure += ".round().astype('uint8')"
         raise UserError(f"{path}: images are {images.dtype}, {low:.3g} to {high:.3g}; save {cure}")
     values = np.unique(images.reshape(-1)[: 10**6]).tolist() if images.dtype == np.uint8 else []
-    if values in ([0], [1], [0, 1], [0, 1, 255]):
-        trouble = f"the only pixel values are {values}, as of floats cast to uint8"
-        raise UserError(f"{path}: {trouble}; scale to 0 to 255 first")
+    if values in ([0], [1], [0, 1], [0, 1, 255]):  # floats cast to uint8
+        raise UserError(f"{path}: the only pixel values are {values}; scale to 0 to 255 first")
     if isinstance(labels, torch.Tensor):
         labels = labels.cpu()
     given = np.zeros(images.shape[:1], int) if labels is None else labels
@@ -673,19 +638,31 @@ def check_samples(file, real, args, metrics):
     least = max(2, 10 if "is" in metrics else 0, args.k + 1 if "prdc" in metrics else 0)
     if len(images) < least:
         raise UserError(f"{path}: {len(images)} samples, the metrics with --k {args.k} need at least {least}")
-    if real and images.shape[1:] != real.images.shape[1:]:
-        ours, theirs = ("×".join(map(str, v.shape[1:])) for v in (images, real.images))
+    file.update(images=images, labels=None)
+    if not real:
+        return
+    real_images, _, names = real
+    if images.shape[1:] != real_images.shape[1:]:
+        ours, theirs = ("×".join(map(str, v.shape[1:])) for v in (images, real_images))
         cure = f"--size {images.shape[2]} resizes those"
-        if images.shape[1] != real.images.shape[1]:
+        if images.shape[1] != real_images.shape[1]:
             cure = "see --data"
             if images.shape[1] == 3:
                 cure = "save one channel, images[..., :1], or see --data"
-        where = f"the images of --data {args.data}"
-        raise UserError(f"{path}: samples are {ours} (channels first), {where} {theirs}; {cure}")
-    file.update(images=images, labels=None)
-    if real and labels is not None:
-        check_labels(path, given, real, args, metrics)
-        file["labels"] = given
+        raise UserError(f"{path}: samples are {ours}, the images of --data {args.data} {theirs}; {cure}")
+    if labels is None:
+        return
+    file["labels"] = given
+    if given.max() >= len(names):
+        classes = f"--data {args.data} has {len(names)} classes"
+        raise UserError(f"{path}: labels up to {given.max()}, {classes}; see --data")
+    least = args.k + 1 if "classwise" in metrics else 1 if "cas" in metrics else 0
+    counts = given.bincount(minlength=len(names))
+    if counts.min() < least:
+        c = counts.argmin().item()
+        cure = f"need {least} in every class; sample more, or leave them out with --metrics fid,is,prdc"
+        trouble = f"class {c} ({names[c]}) has {counts[c]} samples"
+        raise UserError(f"{path}: {trouble}, class-wise metrics with k = {args.k} or CAS {cure}")
 
 
 def folder_labels(path, labels, folders, names):
@@ -699,30 +676,16 @@ def folder_labels(path, labels, folders, names):
     return np.array([known[name] for name in folders])[labels]
 
 
-def check_labels(path, labels, real, args, metrics):
-    names = real.names
-    if labels.max() >= len(names):
-        trouble = f"labels up to {labels.max()}, --data {args.data} has {len(names)} classes"
-        raise UserError(f"{path}: {trouble}; see --data")
-    least = args.k + 1 if "classwise" in metrics else 1 if "cas" in metrics else 0
-    for values, what in ((labels, "samples"), (real.labels, "real images")):
-        counts = values.bincount(minlength=len(names))
-        if counts.min() < least:
-            c = counts.argmin().item()
-            cure = f"need {least} in every class; sample more, or leave them out with --metrics fid,is,prdc"
-            trouble = f"class {c} ({names[c]}) has {counts[c]} {what}"
-            raise UserError(f"{path}: {trouble}, class-wise metrics with k = {args.k} or CAS {cure}")
-
-
-def with_recipe(args, recipes):
-    """The arguments with --data and --size as in the first recipe that has them, where they are not given."""
-    recipe = next((recipe for recipe in recipes if isinstance(recipe.get("data"), str)), {})
+def use_recipe(args, files):
+    """Takes --data and --size from the first recipe that has them, where they are not given."""
+    recipes = [file["recipe"] for file in files.values() if isinstance(file["recipe"].get("data"), str)]
+    recipe = recipes[0] if recipes else {}
     data, size = args.data or recipe.get("data"), args.size
     if recipe and size is None and pathlib.Path(data).name == pathlib.Path(recipe["data"]).name:
         size = recipe.get("size") if isinstance(recipe.get("size"), int) else None
     if (data, size) != (args.data, args.size):
         say(f"--data {data}" + (f" --size {size}" if size else "") + ", as in the recipe of the samples")
-    return argparse.Namespace(**dict(vars(args), data=data or "cifar10", size=size))
+    args.data, args.size = data or "cifar10", size
 
 
 def try_folder(folder, cure):
@@ -732,19 +695,6 @@ def try_folder(folder, cure):
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); {cure}") from None
-
-
-@contextlib.contextmanager
-def full_precision():
-    """Matrix products and convolutions on CUDA without TF32, which training may use."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 ROWS = {  # of the table, in the paper's order: title, digits, which value is best
@@ -775,12 +725,13 @@ def markdown(columns, fid, real=()):
     lines = ["| | | " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * len(columns)]
     for key, (title, digits, best) in ROWS.items():
         cells = {name: numbers[key] for name, numbers in columns.items() if key in numbers}
-        if not any("n" in cell for cell in cells.values()):
+        counts = dict.fromkeys(str(cell["n"]) for cell in cells.values() if "n" in cell)
+        if not counts:  # no number of ours
             continue
-        rivals = {}  # of ours and of the paper's columns
-        for name, cell in cells.items():
-            if name not in real:
-                rivals.setdefault("n" in cell, []).append(round(cell["value"], digits))
+        title = title.replace("FID", fid)
+        if key == "fid":
+            title += f"@{'/'.join(counts)}"
+        rounded = {name: round(cell["value"], digits) for name, cell in cells.items() if name not in real}
         texts = []
         for name in columns:
             if name not in cells:
@@ -788,20 +739,15 @@ def markdown(columns, fid, real=()):
                 continue
             cell = cells[name]
             text = f"{cell['value']:.{digits if 'n' in cell else 2}f}"
-            others = rivals.get("n" in cell, [])
-            if best and name not in real and len(others) > 1 and best(others) == round(cell["value"], digits):
+            rivals = [value for other, value in rounded.items() if ("n" in cells[other]) == ("n" in cell)]
+            if best and len(rivals) > 1 and rounded.get(name) == best(rivals):
                 text = f"**{text}**"
             if "deviation" in cell:
                 text += f" ± {cell['deviation']:.2f}"
             if "expected" in cell:
                 text += f" of {cell['expected']:.1f} expected"
             texts.append(text)
-        if key == "fid":
-            counts = dict.fromkeys(str(cell["n"]) for cell in cells.values() if "n" in cell)
-            title = f"{fid}@{'/'.join(counts)}"
-        if key == "cw_fid":
-            title = f"(CW) {fid}"
-        arrow = {min: "↓", max: "↑"}.get(best, "")
+        arrow = {min: "↓", max: "↑", None: ""}[best]
         lines.append(f"| {title} | {arrow} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
@@ -814,8 +760,8 @@ def figure_4(columns, out):
         for key in PRDC:
             a, b = (columns[v][f"cw_{key}"]["classes"] for v in (first, name))
             bars = sorted((b[c] - a[c] for c in a), reverse=True)
-            title, y = f"Class-wise {key}", f"{name} minus {first}"
-            panels.append(dict(title=title, x="classes, sorted", y=y, bars=bars))
+            y = f"{name} minus {first}"
+            panels.append(dict(title=f"Class-wise {key}", x="classes, sorted", y=y, bars=bars))
         chart(out / f"classwise-{name}-minus-{first}.png", panels, columns=2)
 
 
@@ -823,8 +769,7 @@ def report(files, about, dim, args, metrics, out):
     """Writes evaluation.json, evaluation.md and Figure 4 → the table with its notes."""
     columns, notes = {name: file["numbers"] for name, file in files.items()}, []
     fid = "FD" if args.features == "own" else "FID"
-    small = {file["n"] for file in files.values() if "fid" in file["numbers"] and file["n"] < 10_000}
-    for n in sorted(small):
+    for n in sorted({v["fid"]["n"] for v in columns.values() if "fid" in v and v["fid"]["n"] < 10_000}):
         trouble = f"few samples: compare with {fid}@{n} only"
         if n <= dim:
             trouble = f"fewer than {dim + 1} samples: not comparable"

@@ -99,6 +99,8 @@ class NCSNpp(nn.Module):
         u = 2 * x - 1  # the noise of u is 2σ
         total = (4 * s**2 + 0.25).sqrt()  # deviation of noisy data, taking 0.5 for clean data in [−1, 1]
         e = self.embed(sigma)
+        if y is not None and "classes" not in self.config:
+            raise UserError("this score model knows no classes; see train_score.py --conditional")
         if "classes" in self.config:
             if y is None:
                 y = sigma.new_full(sigma.shape, self.config["classes"], dtype=torch.int64)
@@ -135,7 +137,7 @@ class NCSNpp(nn.Module):
 class NoisyResNet(nn.Module):
     """Logits of p(y|x̃, σ): ResNet-18 or -34 with a CIFAR stem, σ projected and added after each stage.
 
-    `scaled` divides the input by the deviation of noisy data (ours; the paper's sees x̃ as it is), act="silu" is
+    `scaled` divides the input by the deviation of noisy data (ours; the paper's sees it raw), act="silu" is
     smooth (ours, too): with ReLU the gradient that DLSM' trains is a step function of x̃.
     """
 
@@ -236,6 +238,8 @@ class ExactScore(nn.Module):
             return self.score(x, sigma, self.points)
         score = torch.empty_like(x)
         for c in y.unique().tolist():
+            if not 0 <= c < len(self.bounds) - 1 or self.bounds[c] == self.bounds[c + 1]:
+                raise UserError(f"the exact score has no images of class {c}")
             rows = y == c
             score[rows] = self.score(x[rows], sigma[rows], self.points[self.bounds[c] : self.bounds[c + 1]])
         return score

@@ -1,11 +1,12 @@
-"""Samples images of given classes: guidance by the posterior score, the paper's PC sampler, a fast Heun sampler.
+"""Samples images of given classes: guidance by the posterior score, the paper's sampler, a fast sampler.
 
     python sample.py --guidance dlsm                  # after the two training commands
     python sample.py --guidance dlsm --sampler pc     # the paper's sampler: 2,000 evaluations per image
 
-Reads runs/RUN/score.pt and a classifier; writes runs/RUN/samples-GUIDANCE.npz (images, labels, recipe) and .png.
+Reads runs/RUN/score.pt and a classifier; writes runs/RUN/samples-GUIDANCE.npz (images, labels, recipe), .png.
 Finished batches are on disk at once: the same command continues. Under torchrun processes share the batches.
 """
+import argparse
 import contextlib
 import io
 import itertools
@@ -23,9 +24,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from models import ExactScore, UserError, append_dims, checksum, fold_batchnorm, sigma_at, write_whole
 from train_classifier import BUNDLED, likelihood_score, load_image_model, where
-from train_score import (CLASSES, Parser, Progress, bounded, caught_signals, derive_seed, difference, file_part,
-                         lock, network_call, rank_and_world, read_npz, run, run_folder, say, set_up, shared_flags,
-                         tag_of)
+from train_score import (CLASSES, Parser, Progress, bounded, caught_signals, derive_seed, difference,
+                         file_part, lock, network_call, rank_and_world, read_npz, run, run_folder, say,
+                         set_up, shared_flags, tag_of)
 
 # ------------------------------------------------------------ 1. the story: guidance and samplers
 
@@ -33,7 +34,7 @@ GUIDANCE = {  # the loss of the classifier that it takes, its own α, whether re
     "none": (None, 1.0, False),
     "base": ("ce", 1.0, False),  # (a)
     "scaling": ("ce", 10.0, False),  # (b); α = 10: Table 2
-    "free": (None, 1.0, False),  # (c): s(x, σ, y) of train_score.py --conditional; with another α classifier-free
+    "free": (None, 1.0, False),  # (c): train_score.py --conditional; with another α classifier-free
     "dlsm": ("total", 1.0, False),  # (d)
     "oracle": (None, 1.0, False),  # (e): the exact posterior score of train_score.py --preset exact
     "renorm": ("ce", 10.0, True),  # Eqs. A1 and A2
@@ -45,10 +46,10 @@ STEPS = {"heun": 40, "pc": 1000}
 def posterior_score(score_net, classifier=None, y=None, alpha=1.0, renormalize=False, interval=None):
     """∇ log p(x|y) as a function of (x, σ): s(x, σ) + α ∇ log p(y|x, σ) (Eqs. 5, 6; A2 with `renormalize`).
 
-    `classifier(x, sigma)` gives logits (B, classes). y is one class for all images, or one for each: a number, a
-    list or a tensor (B,). α is a number or a function of σ. With y but no classifier `score_net(x, sigma, y)` is
-    asked: s + α (s(x, σ, y) − s(x, σ)). Without y it is the prior score. With `interval` = (low, high) there is
-    guidance between these noise levels only (Kynkäänniemi et al. 2024).
+    `classifier(x, sigma)` gives logits (B, classes). y is one class for all or one for each: a number, a list
+    or a tensor (B,). α is a number or a function of σ. With y but no classifier `score_net(x, sigma, y)` is
+    asked: s + α (s(x, σ, y) − s(x, σ)). Without y it is the prior score. `interval` = (low, high) guides
+    between these noise levels only (Kynkäänniemi et al. 2024).
     """
     def score(x, sigma):
         guided = y is not None and (interval is None or interval[0] <= sigma[0].item() <= interval[1])
@@ -60,6 +61,7 @@ def posterior_score(score_net, classifier=None, y=None, alpha=1.0, renormalize=F
                 return s
             a = alpha(sigma) if callable(alpha) else alpha
             if classifier is None:
+                a = append_dims(a, x) if callable(alpha) else a
                 return s + a * (score_net(x, sigma, one_class_per_row(y, x)) - s)
         return s + likelihood_score(classifier, x, sigma, one_class_per_row(y, x), a, renormalize)
 
@@ -77,7 +79,7 @@ def one_class_per_row(y, x):
 
 
 def check(score, step, sigma):
-    """An error with step and σ where a score is zero, infinite or NaN: the one wait of an evaluation on a GPU."""
+    """An error where a score is zero, infinite or NaN: the one wait of an evaluation on a GPU."""
     size = score.abs().amax().item()
     if not math.isfinite(size) or size == 0:
         trouble = "zero" if size == 0 else "not finite"
@@ -86,7 +88,7 @@ def check(score, step, sigma):
 
 
 def pc_sampler(score, x, sigmas, snr=0.16, corrector_steps=1, per_sample=False, noise=torch.randn_like):
-    """Algorithm 1, in the order of the released code: at each σ_i Langevin steps, then the predictor to σ_{i+1}.
+    """Algorithm 1, in the order of the released code: at each σ Langevin steps, then the predictor.
 
     Langevin step ε = 2 (snr ‖z‖/‖s‖)², norms averaged over the batch as released, or those of each sample.
     Decreasing `sigmas` that end with 0 return the last mean without noise, else a sample at the last σ. With
@@ -119,8 +121,8 @@ def heun_sampler(score, x, sigmas, gamma=0.0, noise=torch.randn_like):
     """Heun's method on the probability-flow ODE dx/dσ = −σ s(x, σ); with gamma > 0 EDM's stochastic sampler.
 
     Before each step σ is raised to (1 + gamma) σ with fresh noise, never above the first σ. gamma = 0, the
-    default here, is the ODE, which a small or briefly trained model does not survive; sample.py takes 1. Sigmas
-    that end with 0 end with one Euler step, onto the denoised mean. Two evaluations per step.
+    default here, is the ODE, which a small or briefly trained model does not survive; sample.py takes 1.
+    Sigmas that end with 0 end with one Euler step, onto the denoised mean. Two evaluations per step.
     """
     sigmas, z = torch.as_tensor(sigmas).tolist(), None
     for i, (sigma, below) in enumerate(zip(sigmas, sigmas[1:])):
@@ -142,7 +144,7 @@ def heun_sampler(score, x, sigmas, gamma=0.0, noise=torch.randn_like):
 
 
 def sigma_grid(steps, sigma_min, sigma_max, rho=None):
-    """steps + 1 noise levels from σ_max over σ_min to 0: geometric (the paper's), or EDM's with ρ, usually 7."""
+    """steps + 1 noise levels from σ_max over σ_min to 0: geometric (the paper's), or EDM's with ρ = 7."""
     t = torch.linspace(1, 0, steps, dtype=torch.float64)
     if rho:
         sigmas = (sigma_min ** (1 / rho) + t * (sigma_max ** (1 / rho) - sigma_min ** (1 / rho))) ** rho
@@ -153,7 +155,8 @@ def sigma_grid(steps, sigma_min, sigma_max, rho=None):
 
 def sample_batch(score, numbers, recipe, shape, device):
     """The images with these numbers. Image i has noise of its own, given by the seed and i alone."""
-    generators = [torch.Generator().manual_seed(derive_seed(recipe["seed"], "image", int(i))) for i in numbers]
+    seeds = [derive_seed(recipe["seed"], "image", int(i)) for i in numbers]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def noise(x):
         z = torch.stack([torch.randn(shape, generator=g) for g in generators])
@@ -189,11 +192,11 @@ def make_parser():
     parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
     parser.flag("--classifier", None, "classifier checkpoint (default: runs/RUN/classifier-LOSS[-TAG].pt)")
     parser.group("samples")
-    parser.flag("--out", None, "folder of the output (default: that of the run; for bundled weights runs/NAME)")
+    parser.flag("--out", None, "folder of the output (default: the run's; for bundled weights runs/NAME)")
     parser.flag("--tag", None, "adds -TAG to the name of the output, for variants", file_part)
-    parser.flag("--n", None, "images in all, equally many per class (default: ten each)", bounded(int, 1, 10**7))
+    parser.flag("--n", None, "images in all, as many per class (default: ten each)", bounded(int, 1, 10**7))
     parser.flag("--classes", None, "only these classes, numbers or names: 3,5 or cat,dog (default: all)")
-    parser.flag("--batch", 100, "images per batch, sorted by class; part of the recipe", bounded(int, 1, 10**5))
+    parser.flag("--batch", 100, "images per batch, sorted by class", bounded(int, 1, 10**5))
     parser.flag("--watch", False, "also a strip: one image per class, denoised at a dozen noise levels")
     parser.flag("--png", False, "also single pictures, one sub-folder per class")
     parser.group("sampler")
@@ -232,9 +235,10 @@ def main():
             say(f"warning: the score model has changed since {path} was trained")
         if len(names) != classes:
             names = [str(i) for i in range(classes)]
-    for guidance, flag, there in (("oracle", "--preset exact", exact), ("free", "--conditional", "classes" in config)):
-        if args.guidance == guidance and not there:
-            raise UserError(f"--guidance {guidance}: needs a score model of train_score.py {flag}")
+    if args.guidance == "oracle" and not exact:
+        raise UserError("--guidance oracle: needs a score model of train_score.py --preset exact")
+    if args.guidance == "free" and "classes" not in config:
+        raise UserError("--guidance free: needs a score model of train_score.py --conditional")
     chosen = choose_classes(args.classes, names)
     n = args.n or 10 * len(chosen)
     if n % len(chosen):
@@ -242,43 +246,45 @@ def main():
         say(f"--n {args.n}: {n} images, equally many of the {len(chosen)} classes")
     rows = []
     if args.guide_sigma == "auto" or "auto" in (args.alpha or []):
-        net, stem = (classifier, pathlib.Path(path).stem) if loss else (score_net, "score")
-        rows = read_diagnosis(folder, stem, net.about["sha"])
+        net, file = (classifier, path) if loss else (score_net, args.score or "score.pt")
+        rows = read_diagnosis(folder, pathlib.Path(file).stem, net.about["sha"])
     limits = levels_with_gain(rows) if args.guide_sigma == "auto" else args.guide_sigma
     recipe = dict(guidance=args.guidance, renormalize=renormalize, n=n, classes=chosen, seed=args.seed,
-                  batch=args.batch, sampler=args.sampler, steps=args.steps or STEPS[args.sampler], amp=args.amp,
+                  batch=args.batch, sampler=args.sampler, steps=args.steps or STEPS[args.sampler],
                   sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"], data=settings["data"],
-                  size=shape[1], score=score_net.about["sha"], classifier=classifier and classifier.about["sha"],
+                  size=shape[1], amp=args.amp, score=score_net.about["sha"],
+                  classifier=classifier and classifier.about["sha"], guide_sigma=limits and list(limits),
                   **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})
     if exact:
         recipe["exact"] = True
-    if limits:
-        recipe["guide_sigma"] = list(limits)
     counts = dict(score=0, classifier=0)
     call = network_call(score_net, args.amp and not exact, args.compile and not exact, device)
     call = counted(call, counts, "score")
     guide = counted(fold_batchnorm(classifier), counts, "classifier") if classifier else None
     out = pathlib.Path(args.out) if args.out else sample_folder(folder)
-    for alpha in args.alpha or [own_alpha]:
-        recipe["alpha"], scale = alpha, alpha
-        end = "" if alpha == own_alpha else f"-a{alpha}".removesuffix(".0")
-        if alpha == "auto":
-            recipe["alpha_sha"] = checksum([[row["sigma"], row["alpha"]] for row in rows])[:16]
-            scale = best_scale(rows, device)
+    with caught_signals() as stop:
+        for alpha in args.alpha or [own_alpha]:
+            if stop:
+                say("stopped; the same command continues with the next --alpha")
+                sys.exit(128 + stop[0])
+            one, scale = {**recipe, "alpha": alpha}, alpha
+            if alpha == "auto":
+                one["alpha_sha"] = checksum([[row["sigma"], row["alpha"]] for row in rows])[:16]
+                scale = best_scale(rows, device)
 
-        def score_for(labels):
-            y = None if args.guidance == "none" else torch.as_tensor(labels, device=device)
-            return posterior_score(call, guide, y, scale, renormalize, limits)
+            def score_for(labels):
+                y = None if args.guidance == "none" else torch.as_tensor(labels, device=device)
+                return posterior_score(call, guide, y, scale, renormalize, limits)
 
-        path = out / f"samples-{args.guidance}{end}{tag_of(args)}.npz"
-        make_samples(path, dict(recipe), score_for, shape, device, args, names, counts)
-        recipe.pop("alpha_sha", None)
-
-
-# ------------------------------------------------------------ 2. what it needs: files of samples, the diagnosis, pictures
+            end = "" if alpha == own_alpha else f"-a{alpha}".removesuffix(".0")
+            path = out / f"samples-{args.guidance}{end}{tag_of(args)}.npz"
+            make_samples(path, one, score_for, shape, device, args, names, counts, stop)
 
 
-def make_samples(path, recipe, score_for, shape, device, args, names, counts):
+# ------------------------------------------------------------ 2. what it needs: files, diagnosis, pictures
+
+
+def make_samples(path, recipe, score_for, shape, device, args, names, counts, stop):
     """One file of samples with its pictures; what is there already is not made again."""
     rank, _ = rank_and_world()
     with lock(path) if rank == 0 else contextlib.nullcontext():
@@ -287,7 +293,7 @@ def make_samples(path, recipe, score_for, shape, device, args, names, counts):
             say(f"{path}: finished already ({recipe['n']} images); --restart starts over")
         else:
             counts.update(score=0, classifier=0)
-            found = sample(path, recipe, score_for, shape, device, args.restart)
+            found = sample(path, recipe, score_for, shape, device, args.restart, stop)
             work = " and ".join(f"{count} of the {key}" for key, count in counts.items() if count)
             say(f"{path}: {recipe['n']} images; evaluations of a batch: {work or 'none'}")
         if rank:
@@ -295,10 +301,11 @@ def make_samples(path, recipe, score_for, shape, device, args, names, counts):
         guided = recipe["guidance"] != "none"
         images, labels = torch.from_numpy(found["images"]).permute(0, 3, 1, 2), labels_of(recipe)
         shown = [names[c] for c in recipe["classes"]] if guided else None
-        save_grid(path.with_suffix(".png"), [images[labels == c][:16] for c in recipe["classes"]], shown)
+        rows = [images[labels == c][:16] for c in recipe["classes"]]
+        save_grid(path.with_suffix(".png"), rows, shown, recipe["classes"])
         strip = path.with_name(f"{path.stem}-strip.png")
         if args.watch and (args.restart or not strip.exists()):
-            save_grid(strip, watch(recipe, score_for, shape, device), shown)
+            save_grid(strip, watch(recipe, score_for, shape, device), shown, recipe["classes"])
         if args.png:
             for i, (image, c) in enumerate(zip(found["images"], labels)):
                 name = re.sub(r"[/\\]|^\.+", "_", names[c]) if guided else "."  # names may be a stranger's
@@ -311,13 +318,13 @@ def labels_of(recipe):
     return np.resize(np.array(recipe["classes"], dtype=np.int64), recipe["n"])
 
 
-def sample(path, recipe, score_for, shape, device, restart):
-    """All batches of `recipe` that are not on disk yet, this process's share of them → the arrays of the file."""
+def sample(path, recipe, score_for, shape, device, restart, stop):
+    """This process's share of the batches that are not on disk yet → the arrays of the whole file."""
     rank, world = rank_and_world()
     n, labels = recipe["n"], labels_of(recipe)
-    # Sorted by class, as released: the Langevin norms of a batch are then the mean of one class, where it fits.
+    # Sorted by class, as released: the Langevin norms of a batch are then one class's mean, where it fits.
     batches = np.split(np.argsort(labels, kind="stable"), range(recipe["batch"], n, recipe["batch"]))
-    parts = path.with_name(f"{path.stem}-{checksum(recipe)[:8]}.parts")  # those of other recipes lie elsewhere
+    parts = path.with_name(f"{path.stem}-{checksum(recipe)[:8]}.parts")  # other recipes: elsewhere
     if restart and rank == 0:
         shutil.rmtree(parts, ignore_errors=True)
     wait_for_others()
@@ -326,23 +333,22 @@ def sample(path, recipe, score_for, shape, device, restart):
     done = n - sum(len(batches[b]) for b in missing)
     progress = Progress(n, done, f"{path.stem}: image")
     evaluations = recipe["steps"] * (1 + recipe.get("corrector_steps", 1))
-    with caught_signals() as stop:
-        for b in missing:
-            score, calls = score_for(labels[batches[b]]), itertools.count()
+    for b in missing:
+        score, calls = score_for(labels[batches[b]]), itertools.count()
 
-            def one_evaluation(x, sigma):
-                if stop:
-                    ready = sum(file.exists() for file in files)
-                    say(f"{path}: stopped, {ready} of {len(files)} batches are done; the same command continues")
-                    sys.exit(128 + stop[0])
-                progress(min(done + len(x) * next(calls) / evaluations, n - 1))
-                return score(x, sigma)
+        def one_evaluation(x, sigma):
+            if stop:
+                ready = f"{sum(file.exists() for file in files)} of {len(files)} batches are done"
+                say(f"{path}: stopped, {ready}; the same command continues")
+                sys.exit(128 + stop[0])
+            progress(min(done + len(x) * next(calls) / evaluations, n - 1))
+            return score(x, sigma)
 
-            if b % world == rank:
-                x = sample_batch(one_evaluation, batches[b], recipe, shape, device)
-                pixels = to_uint8(x).permute(0, 2, 3, 1).numpy()
-                write_whole(files[b], npz_bytes(images=pixels, numbers=batches[b]))
-            done += len(batches[b])
+        if b % world == rank:
+            x = sample_batch(one_evaluation, batches[b], recipe, shape, device)
+            pixels = to_uint8(x).permute(0, 2, 3, 1).numpy()
+            write_whole(files[b], npz_bytes(images=pixels, numbers=batches[b]))
+        done += len(batches[b])
     wait_for_others()
     if rank:
         return None
@@ -392,7 +398,7 @@ def read_samples(path, recipe, shape):
 
 
 def watch(recipe, score_for, shape, device):
-    """The first image of each class, sampled by itself → its denoised means x + σ² s at a dozen noise levels."""
+    """The first image of each class, sampled by itself → its denoised means x + σ² s at twelve levels."""
     levels = sigma_grid(12, recipe["sigma_min"], recipe["sigma_max"], rho=7)[:-1].tolist()
     score, frames = score_for(recipe["classes"]), []
 
@@ -439,8 +445,10 @@ def best_scale(rows, device):
 
 
 def levels_with_gain(rows):
-    """The widest range of noise levels around the largest gain in which the diagnosis found no gain below 0."""
+    """The widest range of noise levels around the largest gain in which the gain is above 0."""
     first = last = max(range(len(rows)), key=lambda i: rows[i]["gain"])
+    if rows[first]["gain"] <= 0:
+        raise UserError("--guide-sigma auto: the diagnosis found no gain at any noise level")
     while first > 0 and rows[first - 1]["gain"] > 0:
         first -= 1
     while last < len(rows) - 1 and rows[last + 1]["gain"] > 0:
@@ -458,15 +466,18 @@ def save_png(path, image):
     write_whole(path, buffer.getvalue())
 
 
-def save_grid(path, rows, names=None, zoom=None):
-    """A picture of images (uint8, C×H×W), one row for each of `rows`, with the rows' names on the left."""
+def save_grid(path, rows, names=None, numbers=None):
+    """A picture of images (uint8, C×H×W), one row for each of `rows`, with the rows' names on the left.
+
+    A name in a script that the font lacks becomes its number.
+    """
     size = rows[0][0].shape[-1]
-    zoom = zoom or max(1, 64 // size)
+    zoom = max(1, 64 // size)
     font, left, step = ImageFont.load_default(15), 0, size * zoom + 2
     if names:
-        unknown = bytes(font.getmask("\U0010ffff"))  # a name in a script that the font lacks: its number
-        names = [str(i) if any(bytes(font.getmask(letter)) == unknown for letter in name) else name
-                 for i, name in enumerate(names)]
+        unknown = bytes(font.getmask("\U0010ffff"))
+        names = [str(n) if any(bytes(font.getmask(letter)) == unknown for letter in name) else name
+                 for n, name in zip(numbers or itertools.count(), names)]
         left = 10 + int(max(font.getlength(name) for name in names))
     picture = Image.new("RGB", (left + step * max(map(len, rows)), step * len(rows)), "white")
     pen = ImageDraw.Draw(picture)
@@ -512,7 +523,8 @@ def draw_panel(picture, box, k, panel):
     logs = panel.get("log_x", False), panel.get("log_y", False)
     xs, ys = np.array([-0.5, len(bars) - 0.5]), np.array([0.0, *bars])
     if lines:
-        xs, ys = (np.concatenate([v for line in lines for v in line[part]]) for part in (slice(1, 2), slice(2, 5)))
+        xs = np.concatenate([line[1] for line in lines])
+        ys = np.concatenate([values for line in lines for values in line[2:]])
     ys = ys[np.isfinite(ys) & (ys > (0 if logs[1] else -np.inf))]
     low, high = panel.get("y_range") or ((ys.min(), ys.max()) if ys.size else (1, 2))
     if not panel.get("y_range"):
@@ -606,8 +618,10 @@ def noise_levels(text):
     """An argparse type: 'LOW,HIGH' → two numbers; or 'auto'."""
     if text == "auto":
         return text
-    low, high = (bounded(float, 0, 1e4)(item) for item in f"{text},".split(",")[:2])
-    return low, high
+    levels = tuple(bounded(float, 0, 1e4)(item) for item in text.split(","))
+    if len(levels) != 2 or levels[0] >= levels[1]:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not LOW,HIGH with LOW below HIGH")
+    return levels
 
 
 def choose_classes(text, names):
@@ -627,8 +641,9 @@ def check_flags(args):
             if sampler != args.sampler and getattr(args, key) != make_parser().get_default(key):
                 flag = f"--{key.replace('_', '-')} with --sampler {args.sampler}"
                 raise UserError(f"{flag}: has no effect there; leave it out, or choose --sampler {sampler}")
-    for key in ("alpha", "guide_sigma"):
-        if getattr(args, key) and args.guidance in ("none", "oracle"):
+    for key, without in (("alpha", ("none", "oracle")), ("guide_sigma", ("none", "oracle")),
+                         ("classifier", ("none", "oracle", "free"))):
+        if getattr(args, key) and args.guidance in without:
             flag = f"--{key.replace('_', '-')} with --guidance {args.guidance}"
             raise UserError(f"{flag}: has no effect; leave it out")
 

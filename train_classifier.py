@@ -18,18 +18,18 @@ import torch.nn.functional as F
 from models import (ExactScore, NCSNpp, NoisyResNet, UserError, append_dims, checksum, load_model, sigma_at,
                     write_whole)
 from train_score import (CLIP, Parser, Plan, bounded, derive_seed, fit, from_preset, image_batches, introduce,
-                         load_images, lock, network_call, rank_and_world, run, run_folder, say, set_up, shared_flags,
-                         tag_of)
+                         load_images, lock, network_call, rank_and_world, run, run_folder, say, set_up,
+                         shared_flags, tag_of)
 
-# ------------------------------------------------------------ 1. the story: denoising likelihood score matching
+# ------------------------------------------------------------ 1. the story: likelihood score matching
 
 PRESETS = {  # reduce: DLSM' as the mean over pixels, or as their sum, beside λ times the cross-entropy
-    # What the authors ran (Appendix A.6.3 and their code): ResNet-18, -34 for 100 classes, no flips, no EMA. The
+    # What the authors ran (Appendix A.6.3, their code): ResNet-18, -34 for 100 classes, no flips, no EMA. The
     # batch is as printed, the release has 150; with 100 classes it warms up over 1,000 steps, and so do we.
-    "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", lam=1.0, power=0.0, reduce="mean",
-                  steps=60_000, batch=100, lr=2e-4, cosine=False, save_every=5_000),
-    # One GPU, hours: the same network, its input scaled, smooth; the learning rate decays; DLSM' weighs as the
-    # divergence that it is (see `explained_nats`).
+    "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", lam=1.0, power=0.0,
+                  reduce="mean", steps=60_000, batch=100, lr=2e-4, cosine=False, save_every=5_000),
+    # One GPU, hours: the same network, its input scaled, smooth; the learning rate decays; DLSM' weighs as
+    # the divergence that it is (see `explained_nats`).
     "lite": dict(depth=18, width=64, norm="batch", scaled=True, act="silu", lam=1.0, power=2.0, reduce="sum",
                  steps=60_000, batch=100, lr=2e-4, cosine=True, save_every=5_000),
     # A CPU, minutes.
@@ -41,7 +41,7 @@ PRESETS = {  # reduce: DLSM' as the mean over pixels, or as their sum, beside λ
 def likelihood_score(classifier, x, sigma, y, alpha=1.0, renormalize=False, create_graph=False):
     """α ∇ₓ log p(y|x, σ); with `renormalize` Eq. A1: ∇ₓ log softmax(α log p)_y = α ∇ log p − ∇ log Z(x).
 
-    The one place where this gradient is taken: DLSM' wants its graph, guidance does not. `classifier(x, sigma)`
+    The one place where this gradient is taken: DLSM' wants its graph, guidance does not. `classifier(x, σ)`
     gives logits (B, classes), y is (B,), α a number or (B,).
     """
     each = isinstance(alpha, torch.Tensor) and alpha.ndim == 1
@@ -64,9 +64,9 @@ def ce_loss(classifier, x, sigma, y, z):
 def dlsm_loss(classifier, score_net, x, sigma, y, z, power=0, reduce="mean"):
     """L_DLSM' (Eqs. 10, A4): ½ σ^power ‖∇ log p(y|x̃) + s(x̃, σ) − ∇ log p_σ(x̃|x)‖², x̃ = x + σz.
 
-    `reduce` is "mean" (the release) or "sum" (as printed) over coordinates; mean over the batch. λ_DLSM = 1 is
-    power 0, on CIFAR; on the moons the paper prints 1/σ⁴ and its code multiplies by σ⁴. With an exact score in
-    place of s it is L_DLSM (Eq. 9).
+    `reduce` is "mean" (the release) or "sum" (as printed) over coordinates; mean over the batch. λ_DLSM = 1
+    is power 0, on CIFAR; on the moons the paper prints 1/σ⁴ and its code multiplies by σ⁴. With an exact score
+    in place of s it is L_DLSM (Eq. 9).
     """
     s = append_dims(sigma, x)
     noisy = x + s * z
@@ -115,7 +115,7 @@ def make_parser():
     parser.group("diagnosis")
     parser.flag("--diagnose", False, "no training: the score mismatch of all classifiers of this run")
     parser.flag("--truth", None, "an exact score (train_score.py --preset exact): D_P and D_L of Table 1")
-    parser.flag("--diagnose-n", 2000, "images per noise level, while training an eighth", bounded(int, 8, 10**6))
+    parser.flag("--diagnose-n", 2000, "images per noise level; in training an eighth", bounded(int, 8, 10**6))
     parser.flag("--diagnose-every", 5000, "steps between diagnoses while training", bounded(int, 1, 10**9))
     return parser
 
@@ -138,8 +138,8 @@ def main():
     images, labels, names = load_images(args.data, "train", args.size, args.root)
     wanted = score_net.config["channels"], score_net.config["image_size"]
     if (images.shape[1], images.shape[3]) != wanted:
-        raise UserError(f"the score model is for {wanted[0]}×{wanted[1]}×{wanted[1]} images, --data {args.data} has "
-                        f"{tuple(images.shape[1:])}; see --size")
+        raise UserError(f"the score model is for {wanted[0]}×{wanted[1]}×{wanted[1]} images, --data {args.data} "
+                        f"has {tuple(images.shape[1:])}; see --size")
     if truth:  # Theorem 1 speaks of p_σ of the data of the exact score: the training images, at random
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         held, held_labels = images[order], labels[order]
@@ -158,7 +158,8 @@ def main():
     torch.manual_seed(derive_seed(args.seed, "weights"))
     shape = {key: preset[key] for key in ("depth", "width", "norm", "scaled", "act")}
     net = NoisyResNet(classes=len(names), channels=images.shape[1], **shape).to(device)
-    settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=images.shape[-1],
+    size, sha = images.shape[-1], checksum([images, labels])[:16]
+    settings = dict(data=args.data, data_sha=sha, classes=names, size=size,
                     sigma_min=sigmas[0], sigma_max=sigmas[1], loss=args.loss, seed=args.seed, amp=args.amp,
                     config=net.config, **{key: preset[key] for key in ("batch", "lr", "cosine")})
     if args.loss != "ce":
@@ -169,8 +170,8 @@ def main():
     introduce(path, net, images, labels, names, device)
     _, world = rank_and_world()
     if world > 1 and preset["norm"] == "batch":
-        say(f"warning: BatchNorm sees a process's {preset['batch'] // world} images, not the whole batch; one "
-            "process or --norm group does not")
+        say(f"warning: BatchNorm sees a process's {preset['batch'] // world} images, not the whole batch; "
+            "one process or --norm group does not")
     score_call = network_call(score_net, args.amp and not exact, args.compile and not exact, device)
     classifier_call = network_call(net, False, args.compile and args.loss == "ce", device)
     # Divided by the d pixels of a sum: Adam does not mind, and the clip at norm 1 acts as it does on a mean.
@@ -192,8 +193,8 @@ def main():
         table = diagnose(net, score_call, held[:few], held_labels[:few], *sigmas, device=device, truth=truth)
         nats, error = explained_nats(table, *sigmas)
         accuracies = ", ".join(f"{row['sigma']:.2g}: {row['accuracy']:.2f}" for row in table[1::2])
-        say(f"\nstep {step}: explains {nats:.2f} ± {error:.2f} of {math.log(len(names)):.2f} nats; accuracy at σ = "
-            f"{accuracies}")
+        say(f"\nstep {step}: explains {nats:.2f} ± {error:.2f} of {math.log(len(names)):.2f} nats; "
+            f"accuracy at σ = {accuracies}")
         return dict(nats=nats, nats_se=error, diagnosis=table)
 
     plan = Plan(preset["steps"], preset["lr"], 1000 if len(names) == 100 else 0, preset["cosine"], CLIP,
@@ -209,8 +210,8 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
              truth=None):
     """Accuracy, cross-entropy and the score mismatch in bins over log σ; the same noise for every classifier.
 
-    With g = ∇ log p(y|x̃), s the prior score and t = −z/σ: gain = σ² E[‖s − t‖² − ‖g + s − t‖²], norms over all
-    pixels. For an exact s it is σ² (E‖h‖² − E‖g − h‖²), h the true likelihood score (Theorem 1): larger is
+    With g = ∇ log p(y|x̃), s the prior score and t = −z/σ: gain = σ² E[‖s − t‖² − ‖g + s − t‖²], norms over
+    all pixels. For an exact s it is σ² (E‖h‖² − E‖g − h‖²), h the true likelihood score (Theorem 1): larger is
     better, below 0 guidance harms. α* = E⟨g, t − s⟩ / E‖g‖² is the scale that minimises the mismatch, 1 for a
     perfect classifier. A conditional score model is taken as g = s(x̃, σ, y) − s(x̃, σ), without accuracy.
     `truth`, an ExactScore, knows h: E‖h‖, σ² E‖h‖² (h_nats), and the distances D_P and D_L (Eq. 7).
@@ -220,7 +221,8 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
     for b in range(bins):
         generator, rows = torch.Generator().manual_seed(b), []
         for x, y in zip(images.split(batch), labels.split(batch)):
-            sigma = sigma_at((b + torch.rand(len(x), generator=generator)) / bins, sigma_min, sigma_max).to(device)
+            t = (b + torch.rand(len(x), generator=generator)) / bins
+            sigma = sigma_at(t, sigma_min, sigma_max).to(device)
             z = torch.randn(x.shape, generator=generator).to(device)
             x, y = x.to(device).float() / 255, y.to(device)
             s = append_dims(sigma, x)
@@ -249,7 +251,7 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
         values = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
         root = len(values["gain"]) ** 0.5
         inner, square = values.pop("inner"), values.pop("square")
-        alpha = (inner.mean() / square.mean()).item() if square.mean() > 0 else 0.0
+        alpha = (inner.mean() / square.mean()).item() if square.mean() > 1e-12 else 0.0
         alpha_se = (inner - alpha * square).std() / root / square.mean().clamp(min=1e-30)  # of a ratio
         middle = sigma_at((b + 0.5) / bins, sigma_min, sigma_max)
         line = dict(sigma=middle, n=len(images), alpha=alpha, alpha_se=alpha_se.item())
@@ -263,7 +265,7 @@ def explained_nats(table, sigma_min, sigma_max, key="gain"):
     """∫ gain d log σ over all noise levels, in nats, and its standard error: the class information in g.
 
     With exact scores it is at most what x has of it, I(x; y) ≤ log(classes) (I-MMSE: σ² E‖h‖² is the slope of
-    H(y|x̃) over log σ). What g lacks of that is the divergence of the guided diffusion's paths from those of the
+    H(y|x̃) over log σ). What g lacks of that is the divergence of the guided diffusion from that of the
     true posterior (Girsanov); so a sample is of its class with probability ≥ exp(−lack) (data processing).
     """
     width = math.log(sigma_max / sigma_min) / len(table)
@@ -296,11 +298,11 @@ def diagnose_run(folder, score_net, images, labels, device, truth):
             print(f"| {row['sigma']:.3g} | {' | '.join(cells[key].format(**row) for key in keys)} |")
         nats, error = explained_nats(table, *sigmas)
         bound = math.exp(min(nats - total, 0))
-        print(f"\n{nats:.3f} ± {error:.3f} of {total:.3f} nats; with exact scores at least {bound:.2f} of the samples "
-              "are then of their class")
+        print(f"\n{nats:.3f} ± {error:.3f} of {total:.3f} nats; with exact scores at least {bound:.2f} of the "
+              "samples are then of their class")
     write_whole(folder / "diagnose.json", json.dumps(dict(**tables, weights=weights), indent=1).encode())
-    titles = dict(accuracy="Accuracy", ce="Cross-entropy", gain="Gain of the likelihood score (larger is better)",
-                  alpha="Best guidance scale (1 is right)")
+    titles = dict(accuracy="Accuracy", ce="Cross-entropy", alpha="Best guidance scale (1 is right)",
+                  gain="Gain of the likelihood score (larger is better)")
 
     def line(name, rows, key):  # with a band of two standard errors
         value, error = (np.array([row[k] for row in rows]) for k in (key, f"{key}_se"))
@@ -310,7 +312,8 @@ def diagnose_run(folder, score_net, images, labels, device, truth):
     panels = []
     for key, title in titles.items():
         lines = [line(name, rows, key) for name, rows in tables.items() if key in rows[0]]
-        panels.append(dict(title=title, x="noise level sigma", y=key, log_x=True, lines=lines))
+        if lines:
+            panels.append(dict(title=title, x="noise level sigma", y=key, log_x=True, lines=lines))
     chart(folder / "diagnose.png", panels, columns=2)
     print(f"\n{folder}/diagnose.json and diagnose.png")
 

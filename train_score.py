@@ -216,6 +216,7 @@ def make_parser():
 
 def main():
     args = make_parser().parse_args()
+    check_flags(args)
     device = set_up(args)
     path = run_folder(args) / f"score{tag_of(args)}.pt"
     images, labels, names = load_images(args.data, "train", args.size, args.root)
@@ -262,10 +263,24 @@ def main():
     fit(net, batch, loss, path, "score", settings, plan, device, inspect, args.restart)
 
 
+def check_flags(args):
+    flags = ("steps", "batch", "lr", "width", "save_every", "conditional")
+    given = [key for key in flags if getattr(args, key)]
+    if args.preset == "exact" and given:
+        raise UserError(f"--{given[0].replace('_', '-')} with --preset exact: has no effect; leave it out")
+    if args.drop != make_parser().get_default("drop") and not args.conditional:
+        raise UserError("--drop without --conditional: has no effect; leave it out")
+
+
 def save_exact(path, images, labels, settings, restart):
     """The exact score of the training images as a score model: nothing to train."""
+    if rank_and_world()[0]:
+        return
     if path.exists() and not restart:
-        raise UserError(f"{path}: is there already; --tag T keeps both, --restart overwrites it")
+        if changed := difference(load_checkpoint(path).get("settings") or {}, settings):
+            raise UserError(f"{path} was made with {changed}; --tag T keeps both, --restart starts over")
+        say(f"{path}: finished already; --restart starts over")
+        return
     net = ExactScore(images, labels)
     with lock(path):
         about = dict(kind="score", network="ExactScore", config=net.config, settings=settings)
@@ -299,6 +314,8 @@ def load_images(data, split="train", size=None, root="data"):
     `split` is train or test: the data set's own, or a seeded tenth of the images where it has none.
     """
     path, names = pathlib.Path(data), CLASSES.get(data)
+    if split not in ("train", "test"):
+        raise UserError(f"split {split!r}: must be train or test")
     if data in NAMED:
         path = pathlib.Path(root) / f"{data}.npz"
     if data == "shapes":
@@ -318,11 +335,10 @@ def load_images(data, split="train", size=None, root="data"):
     images, labels = check_images(path, found)
     classes = len(names) if names else int(labels.max()) + 1
     if split == "test" and own_test:
+        shape = images.shape[1:]
         images, labels = check_images(path, found, "test_")
-    present = labels.unique()
-    if not torch.equal(present, torch.arange(min(classes, len(labels) + 1))):
-        wanted = f"labels must be 0 to {classes - 1}, each class with at least one image"
-        raise UserError(f"{path}: {wanted}; found are {present.tolist()[:20]}")
+        if images.shape[1:] != shape:
+            raise UserError(f"{path}: test images of {tuple(images.shape[1:])}, others of {tuple(shape)}")
     generator = torch.Generator().manual_seed(0)
     if not own_test:
         held = torch.zeros(len(images), dtype=torch.bool)
@@ -331,6 +347,12 @@ def load_images(data, split="train", size=None, root="data"):
             say(f"{data}: {held.sum()} of {len(images)} images are held out as its test split")
         keep = held if split == "test" else ~held
         images, labels = images[keep], labels[keep]
+    present = labels.unique()
+    if split == "train" and not torch.equal(present, torch.arange(min(classes, len(labels) + 1))):
+        wanted = f"labels must be 0 to {classes - 1}, each class with at least one training image"
+        raise UserError(f"{path}: {wanted}; found are {present.tolist()[:20]}")
+    if labels.max() >= classes:
+        raise UserError(f"{path}: test labels up to {labels.max()}, but there are {classes} classes")
     if split == "test" and (labels.diff() >= 0).all():  # sorted by class: a diagnosis takes the first ones
         order = torch.randperm(len(images), generator=generator)
         images, labels = images[order], labels[order]
@@ -405,7 +427,7 @@ def read_folder(folder, size):
                 side = min(picture.size)
                 left, top = (picture.width - side) // 2, (picture.height - side) // 2
                 box = (left, top, left + side, top + side)
-                picture = picture.resize((size, size), Image.Resampling.BICUBIC, box)
+                picture = picture.crop(box).resize((size, size), Image.Resampling.BICUBIC)
             shapes[picture.size] = file
             images.append(picture)
             labels.append(label)
@@ -420,7 +442,11 @@ def read_folder(folder, size):
 
 def read_picture(file):
     """A picture in 8-bit grey or RGB: first frame, upright, 16 bits scaled to 8, transparency on white."""
-    picture = ImageOps.exif_transpose(Image.open(file))
+    with open(file, "rb") as stream:  # given a name, Pillow maps some files to memory and does not turn them
+        picture = ImageOps.exif_transpose(Image.open(stream))
+        picture.load()
+    if picture.mode == "F":
+        raise ValueError("floating-point pixels of unknown range")
     if picture.mode.startswith("I"):
         return Image.fromarray((np.asarray(picture).clip(0, 65535) / 257).round().astype(np.uint8))
     grey = picture.mode in ("1", "L", "LA")
@@ -453,9 +479,9 @@ def from_torchvision(data, root):
             fcntl.flock(file, fcntl.LOCK_EX)  # one process downloads, the others wait
             load = getattr(import_torchvision().datasets, kind)
             sets = {split: load(root, train=split == "train", download=True) for split in ("train", "test")}
-    except (OSError, RuntimeError) as error:
-        why = str(error).splitlines()[0]
-        cure = f"put {files.format(root)}, or make {root}/{data}.npz (images, labels, test_images, test_labels)"
+    except Exception as error:  # no network, a proxy's refusal, a cut connection, no torchvision
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        cure = f"put {files.format(root)}, or make {root}/{data}.npz (images, labels, test_images, ...)"
         raise UserError(f"--data {data}: no download ({why}); {cure}; --data shapes needs none") from None
     found = {}
     for split, prefix in (("train", ""), ("test", "test_")):
@@ -531,7 +557,9 @@ def resume(path, kind, net, settings, plan, optimizer, average, device):
                 raise ValueError
         if average:
             for mine, value in zip(average.shadow, checkpoint["ema"]["shadow"], strict=True):
-                mine.copy_(value.view_as(mine))
+                if mine.shape != value.shape:
+                    raise ValueError
+                mine.copy_(value)
             average.updates = int(checkpoint["ema"]["updates"])
         step, log = int(checkpoint["step"]), json.loads(checkpoint.get("log", "[]"))
     except Exception as error:  # another version's, or a stranger's: it can fail in any way
@@ -669,7 +697,7 @@ class Progress:
             return
         self.next = now + (0.5 if terminal else 30)
         speed = (done - self.start) / max(self.seconds, 1e-9)
-        left = (self.total - done) / max(speed, 1e-9)
+        left = min((self.total - done) / max(speed, 1e-9), 1e10)
         line = f"{self.unit} {done:.0f}/{self.total}  "
         line += "".join(f"{key} {value:.4g}  " for key, value in numbers.items())
         line += f"{speed:.3g}/s  {datetime.timedelta(seconds=round(left))} left"
@@ -698,6 +726,19 @@ def bounded(kind, low, high=math.inf):
     return parse
 
 
+def text(value):
+    """An argparse type: not empty, as an unset variable in a shell script would be."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError("is empty")
+    return value
+
+
+def data_name(value):
+    """An argparse type: a name, or a path without a slash at its end; ./fashion is a folder."""
+    path = os.path.normpath(text(value))
+    return f"./{path}" if value.startswith("./") and path in (*NAMED, "shapes") else path
+
+
 def file_part(text):
     """An argparse type: part of a file's name."""
     if not re.fullmatch(r"[\w.,+=@-]{1,100}", text):
@@ -718,7 +759,7 @@ class Parser(argparse.ArgumentParser):
         self.place = self.add_argument_group(title)
         return self
 
-    def flag(self, name, default, help, type=str, **more):
+    def flag(self, name, default, help, type=text, **more):
         if default is False:
             self.place.add_argument(name, help=help, action="store_true")
             return
@@ -737,7 +778,7 @@ def leave(name, message, code):
         time.sleep(3)
     print(f"{name}: {message}", file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats what stands there
-        content = dict(message=dict(message=message, extraInfo=dict(timestamp=str(int(time.time())))))
+        content = dict(message=dict(message=str(message), extraInfo=dict(timestamp=str(int(time.time())))))
         pathlib.Path(report).write_text(json.dumps(content))
     sys.exit(code)
 
@@ -757,7 +798,8 @@ def run(main):
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         cure = kept
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+                           errno.ENOTDIR, errno.EEXIST):
             cure = "make it writable or make room; --run or --out writes elsewhere"
         leave(name, f"{where}{error.strerror or error}; {cure}", 2)
     except (MemoryError, RuntimeError) as error:
@@ -776,10 +818,10 @@ def run(main):
 def shared_flags(parser, presets=None):
     parser.group("data and run")
     parser.flag("--data", "cifar10", "cifar10, cifar100, fashion, shapes, an .npz, or a folder with one "
-                "sub-folder per class", os.path.normpath)
+                "sub-folder per class", data_name)
     parser.flag("--root", "data", "folder of the named sets: ROOT/NAME.npz if there, else downloaded to it")
     parser.flag("--size", None, "resize the images to SIZE×SIZE pixels", bounded(int, 4, 4096))
-    parser.flag("--run", None, "its name, for runs/RUN, or folder (default: the data's name)", os.path.normpath)
+    parser.flag("--run", None, "name, for runs/RUN, or folder (default: the data's name)")
     parser.flag("--seed", 0, "random seed", bounded(int, 0, 2**62))
     parser.flag("--device", "auto", "auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:1, mps")
     parser.flag("--restart", False, "start over instead of continuing")
