@@ -1094,7 +1094,8 @@ def test_named_sets_from_torchvision_from_a_file_or_not_at_all(error, monkeypatc
 
 def test_pictures_of_floats_are_refused(tmp_path):
     (tmp_path / "class").mkdir()
-    Image.fromarray(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)).save(tmp_path / "class" / "float.tif")
+    pixels = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    Image.fromarray(pixels).save(tmp_path / "class" / "float.tif")
     with pytest.raises(UserError, match="float.tif"):
         read_folder(tmp_path, None)
 
@@ -1117,7 +1118,8 @@ def test_a_picture_is_cut_before_it_is_resized(tmp_path):
 
 @pytest.mark.parametrize("count, classes", [(1, 1), (4, 4)])
 def test_a_class_that_is_wholly_held_out_is_named(count, classes, tmp_path):
-    np.savez(tmp_path / "x.npz", images=np.zeros((count, 8, 8, 3), np.uint8), labels=np.arange(count) % classes)
+    images = np.zeros((count, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "x.npz", images=images, labels=np.arange(count) % classes)
     with pytest.raises(UserError, match="x.npz"):
         load_images(str(tmp_path / "x.npz"))
 
@@ -1144,7 +1146,8 @@ def test_an_own_folder_named_like_a_set(tmp_path, monkeypatch):
 
 def test_splits_that_do_not_fit_together_and_unknown_ones(tmp_path):
     images, labels = np.zeros((4, 8, 8, 3), np.uint8), np.zeros(4, int)
-    np.savez(tmp_path / "x.npz", images=images, labels=labels, test_images=images[:, 2:, 2:, :1], test_labels=labels)
+    other = images[:, 2:, 2:, :1]
+    np.savez(tmp_path / "x.npz", images=images, labels=labels, test_images=other, test_labels=labels)
     with pytest.raises(UserError, match="x.npz"):
         load_images(str(tmp_path / "x.npz"), "test")
     with pytest.raises((UserError, ValueError, KeyError), match="val"):
@@ -2133,7 +2136,8 @@ def diagnosis_rows():
     tables = {2000: read_json(PRETRAINED / "fashion-16" / "diagnose.json"),
               1000: read_json(RESULTS / "fashion-16-short.json")}
     for name, key, steps in (("L_CE", "ce", 2000), ("L_DLSM'", "dlsm", 2000), ("L_Total", "total", 2000),
-                             ("L_CE", "ce", 1000), ("L_Total", "total", 1000), ("L_CE, ReLU", "ce-relu", 1000),
+                             ("L_CE", "ce", 1000), ("L_Total", "total", 1000),
+                             ("L_CE, ReLU", "ce-relu", 1000),
                              ("L_Total, the paper's weights", "total-paper", 1000)):
         table = tables[steps][f"classifier-{key}"]
         nats, error = explained_nats(table, 0.01, 20.0)

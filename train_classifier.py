@@ -65,8 +65,8 @@ def dlsm_loss(classifier, score_net, x, sigma, y, z, power=0, reduce="mean"):
     """L_DLSM' (Eqs. 10, A4): ½ σ^power ‖∇ log p(y|x̃) + s(x̃, σ) − ∇ log p_σ(x̃|x)‖², x̃ = x + σz.
 
     `reduce` is "mean" (the release) or "sum" (as printed) over coordinates; mean over the batch. λ_DLSM = 1
-    is power 0, on CIFAR; on the moons the paper prints 1/σ⁴ and its code multiplies by σ⁴. With an exact score
-    in place of s it is L_DLSM (Eq. 9).
+    is power 0, on CIFAR; on the moons the paper prints 1/σ⁴ and its code multiplies by σ⁴. With an exact
+    score in place of s it is L_DLSM (Eq. 9).
     """
     s = append_dims(sigma, x)
     noisy = x + s * z
@@ -138,8 +138,9 @@ def main():
     images, labels, names = load_images(args.data, "train", args.size, args.root)
     wanted = score_net.config["channels"], score_net.config["image_size"]
     if (images.shape[1], images.shape[3]) != wanted:
-        raise UserError(f"the score model is for {wanted[0]}×{wanted[1]}×{wanted[1]} images, --data {args.data} "
-                        f"has {tuple(images.shape[1:])}; see --size")
+        shape = f"{wanted[0]}×{wanted[1]}×{wanted[1]}"
+        raise UserError(f"the score model is for {shape} images, --data {args.data} has "
+                        f"{tuple(images.shape[1:])}; see --size")
     if truth:  # Theorem 1 speaks of p_σ of the data of the exact score: the training images, at random
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         held, held_labels = images[order], labels[order]
@@ -211,9 +212,9 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
     """Accuracy, cross-entropy and the score mismatch in bins over log σ; the same noise for every classifier.
 
     With g = ∇ log p(y|x̃), s the prior score and t = −z/σ: gain = σ² E[‖s − t‖² − ‖g + s − t‖²], norms over
-    all pixels. For an exact s it is σ² (E‖h‖² − E‖g − h‖²), h the true likelihood score (Theorem 1): larger is
-    better, below 0 guidance harms. α* = E⟨g, t − s⟩ / E‖g‖² is the scale that minimises the mismatch, 1 for a
-    perfect classifier. A conditional score model is taken as g = s(x̃, σ, y) − s(x̃, σ), without accuracy.
+    all pixels. For an exact s it is σ² (E‖h‖² − E‖g − h‖²), h the true likelihood score (Theorem 1): larger
+    is better, below 0 guidance harms. α* = E⟨g, t − s⟩ / E‖g‖² is the scale that minimises the mismatch, 1
+    for a perfect classifier. A conditional score model is taken as g = s(x̃, σ, y) − s(x̃, σ).
     `truth`, an ExactScore, knows h: E‖h‖, σ² E‖h‖² (h_nats), and the distances D_P and D_L (Eq. 7).
     → one dict per bin; `_se` are standard errors
     """
@@ -298,8 +299,8 @@ def diagnose_run(folder, score_net, images, labels, device, truth):
             print(f"| {row['sigma']:.3g} | {' | '.join(cells[key].format(**row) for key in keys)} |")
         nats, error = explained_nats(table, *sigmas)
         bound = math.exp(min(nats - total, 0))
-        print(f"\n{nats:.3f} ± {error:.3f} of {total:.3f} nats; with exact scores at least {bound:.2f} of the "
-              "samples are then of their class")
+        print(f"\n{nats:.3f} ± {error:.3f} of {total:.3f} nats; with exact scores at least {bound:.2f} of "
+              "the samples are then of their class")
     write_whole(folder / "diagnose.json", json.dumps(dict(**tables, weights=weights), indent=1).encode())
     titles = dict(accuracy="Accuracy", ce="Cross-entropy", alpha="Best guidance scale (1 is right)",
                   gain="Gain of the likelihood score (larger is better)")

@@ -11,6 +11,7 @@ Ours and the reference take turns; a ratio is that of the medians.
 import argparse
 import contextlib
 import importlib.util
+import io
 import math
 import pathlib
 import statistics
@@ -255,7 +256,7 @@ def sampling(quick):
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         for join, name in (("early", "score"), ("early", "total"), ("late", "score"), ("late", "total")):
-            with contextlib.redirect_stdout(None):
+            with contextlib.redirect_stdout(io.StringIO()):
                 toy_moons.train(toy_moons.Nets(folder, join, 0, "cpu"), name, preset, False)
         visits = preset["steps"] * preset["batch"]
         paper = toy_moons.PRESETS["paper"]["steps"] * toy_moons.PRESETS["paper"]["batch"]
