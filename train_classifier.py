@@ -169,7 +169,7 @@ def main():
         settings["lam"] = preset["lam"]
     path = folder / f"classifier-{args.loss}{tag_of(args)}.pt"
     introduce(path, net, images, labels, names, device)
-    _, world = rank_and_world()
+    rank, world = rank_and_world()
     if world > 1 and preset["norm"] == "batch":
         say(f"warning: BatchNorm sees a process's {preset['batch'] // world} images, not the whole batch; "
             "one process or --norm group does not")
@@ -186,8 +186,9 @@ def main():
             return scale * dlsm_loss(net, score_call, x, sigma, y, z, **weights)
         return scale * total_loss(net, score_call, x, sigma, y, z, preset["lam"], **weights)
 
+    from sample import draw_curve  # here, since that file imports this one
+
     def inspect(step, ema):
-        from sample import draw_curve
         draw_curve(path)
         net.eval()
         few = max(args.diagnose_n // 8, 2)  # a standard error needs two
@@ -202,6 +203,8 @@ def main():
                 seed=args.seed, save_every=preset["save_every"], inspect_every=args.diagnose_every)
     batch = image_batches(images, labels, preset["batch"], args.seed, *sigmas, flip=False)
     fit(net, batch, loss, path, "classifier", settings, plan, device, inspect, args.restart)
+    if rank == 0:
+        draw_curve(path)
 
 
 # ------------------------------------------------------------ 2. what it needs: the diagnosis
@@ -290,13 +293,17 @@ def diagnose_run(folder, score_net, images, labels, device, truth):
         raise UserError(f"{folder}: has no classifier-*.pt; python train_classifier.py --loss ce makes one")
     total = math.log(len(settings.get("classes") or range(10)))
     cells = {"accuracy": "{accuracy:.3f}", "ce": "{ce:.3f}", "gain": "{gain:.3f} ± {gain_se:.3f}",
-             "alpha": "{alpha:.2f} ± {alpha_se:.2f}", "h": "{h:.3g}", "D_P": "{D_P:.3g}", "D_L": "{D_L:.3g}"}
-    print(f"\n{len(images)} images per noise level; ± is the standard error")
+             "alpha": "{alpha:.2f} ± {alpha_se:.2f}", "h": "{h:.3g}", "D_P": "{D_P:.3g} ({P})",
+             "D_L": "{D_L:.3g} ({L})"}
+    print(f"\n{len(images)} images per noise level; ± is the standard error; in brackets: relative to h")
     for name, table in tables.items():
         keys = [key for key in cells if key in table[0]]
         print(f"\n{name}\n\n| σ | {' | '.join(keys)} |\n{'| --- ' * (len(keys) + 1)}|")
         for row in table:
-            print(f"| {row['sigma']:.3g} | {' | '.join(cells[key].format(**row) for key in keys)} |")
+            h = row.get("h", 0.0)
+            share = {key: f"{row['D_' + key] / h:.2f}" if h > 1e-6 else "–" for key in "PL" if "h" in row}
+            texts = [cells[key].format(**row, **share) for key in keys]
+            print(f"| {row['sigma']:.3g} | {' | '.join(texts)} |")
         nats, error = explained_nats(table, *sigmas)
         bound = math.exp(min(nats - total, 0))
         print(f"\n{nats:.3f} ± {error:.3f} of {total:.3f} nats; with exact scores at least {bound:.2f} of "

@@ -249,8 +249,9 @@ def main():
             return dsm_loss(lambda x, sigma: call(x, sigma, y), x, sigma, z)
         return dsm_loss(call, x, sigma, z)
 
+    from sample import draw_curve, sample_pictures  # here, since that file imports this one
+
     def inspect(step, ema):
-        from sample import draw_curve, sample_pictures
         draw_curve(path)
         with ema.applied():
             net.eval()
@@ -261,6 +262,8 @@ def main():
                 args.seed, preset["save_every"], args.sample_every)
     inspect = inspect if args.sample_every else None
     fit(net, batch, loss, path, "score", settings, plan, device, inspect, args.restart)
+    if rank_and_world()[0] == 0:
+        draw_curve(path)
 
 
 def check_flags(args):
