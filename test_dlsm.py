@@ -1241,7 +1241,8 @@ def test_two_processes_take_the_path_of_one(main, one_thread, shapes, trained, t
             ["sample", "--run", small, "--n", 30, "--batch", 7, "--steps", 4, "--out", "two"]]
     processes = two_processes(tmp_path, *jobs, [*classifier, "batch", "--steps", 1])
     (out, err), (quiet, _) = (process.communicate(timeout=300) for process in processes)
-    assert [process.returncode for process in processes] == [0, 0] and not quiet, err
+    assert [process.returncode for process in processes] == [0, 0], err
+    assert not re.sub(r"\[Gloo\].*\n", "", quiet)  # older versions of torch speak there
     assert "BatchNorm sees a process's 8 images" in out
     for job in jobs:
         main(*("one" if item == "two" else item for item in job), cwd=tmp_path)
