@@ -69,7 +69,7 @@ class NCSNpp(nn.Module):
                     self.down.append(Attention(c))
                 skips.append(c)
             if level < len(mults) - 1:
-                self.down.extend([block(c, c, "down"), Pyramid(pyramid, c)])
+                self.down.extend([block(c, c, "down"), nn.Conv2d(pyramid, c, 3, stride=2)])
                 size, pyramid = size // 2, c
                 skips.append(c)
         self.middle = nn.ModuleList([block(c, c), Attention(c), block(c, c)])
@@ -99,12 +99,12 @@ class NCSNpp(nn.Module):
         u = 2 * x - 1  # the noise of u is 2σ
         total = (4 * s**2 + 0.25).sqrt()  # deviation of noisy data, taking 0.5 for clean data in [−1, 1]
         e = self.embed(sigma)
-        if y is not None and "classes" not in self.config:
-            raise UserError("this score model knows no classes; see train_score.py --conditional")
         if "classes" in self.config:
             if y is None:
                 y = sigma.new_full(sigma.shape, self.config["classes"], dtype=torch.int64)
             e = e + self.label(y)
+        elif y is not None:
+            raise UserError("this score model knows no classes; see train_score.py --conditional")
         e = F.silu(e)  # every block applies swish before its own projection
         pyramid = u / total if self.config["edm"] else u
         h = self.stem(pyramid)
@@ -112,8 +112,8 @@ class NCSNpp(nn.Module):
         for m in self.down:
             if isinstance(m, Attention):
                 h = skips[-1] = m(h)
-            elif isinstance(m, Pyramid):
-                h = pyramid = (m(pyramid) + h) * 0.5**0.5
+            elif isinstance(m, nn.Conv2d):  # the residual input pyramid
+                h = pyramid = (m(fir_filter(pyramid, "same")) + h) * 0.5**0.5
                 skips.append(h)
             else:
                 h = m(h, e)
@@ -272,19 +272,18 @@ class EMA:
     def update(self):
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(self.shadow, [p.detach() for p in self.parameters], 1 - decay)
+        torch._foreach_lerp_(self.shadow, self.parameters, 1 - decay)
 
     @contextlib.contextmanager
+    @torch.no_grad()
     def applied(self):
         """Within this block the network has the averaged weights."""
-        kept = [p.detach().clone() for p in self.parameters]
-        with torch.no_grad():
-            torch._foreach_copy_(self.parameters, self.shadow)
+        kept = [p.clone() for p in self.parameters]
+        torch._foreach_copy_(self.parameters, self.shadow)
         try:
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(self.parameters, kept)
+            torch._foreach_copy_(self.parameters, kept)
 
 
 # ------------------------------------------------------------ 2. what the networks are made of
@@ -308,11 +307,6 @@ def group_norm(channels):
     """min(channels / 4, 32) groups, or the next smaller number that divides the channels."""
     groups = next(g for g in range(min(channels // 4, 32), 0, -1) if channels % g == 0)
     return nn.GroupNorm(groups, channels, eps=1e-6)
-
-
-def swish(h):
-    """In place where no gradient is recorded; elsewhere that would copy first."""
-    return F.silu(h, inplace=not h.requires_grad)
 
 
 def fir_filter(x, resample):
@@ -340,11 +334,11 @@ class ResBlock(nn.Module):
             self.shortcut = nn.Conv2d(inputs, outputs, 1)
 
     def forward(self, x, e):
-        h = swish(self.norm0(x))
+        h = F.silu(self.norm0(x))
         if self.resample:
             h = fir_filter(h, self.resample)
         h = self.conv0(h).add_(self.project(e)[:, :, None, None])
-        h = self.conv1(self.dropout(swish(self.norm1(h))))
+        h = self.conv1(self.dropout(F.silu(self.norm1(h))))
         if self.resample == "up":
             # A 1×1 convolution commutes with the filter, and is cheaper before it; its bias does not.
             x = fir_filter(F.conv2d(x, self.shortcut.weight), "up") + self.shortcut.bias[:, None, None]
@@ -368,16 +362,6 @@ class Attention(nn.Module):
         query, key, value = (part(h).unsqueeze(1) for part in (self.query, self.key, self.value))
         h = self.out(F.scaled_dot_product_attention(query, key, value).squeeze(1))
         return (x + h.transpose(1, 2).reshape(x.shape)).mul_(0.5**0.5)
-
-
-class Pyramid(nn.Conv2d):
-    """The residual input pyramid: the filter, then a 3×3 convolution of stride 2."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__(inputs, outputs, 3, stride=2)
-
-    def forward(self, x):
-        return super().forward(fir_filter(x, "same"))
 
 
 class BasicBlock(nn.Module):
@@ -428,20 +412,30 @@ def write_whole(path, data):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException as error:
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # not the temporary file, or no file at all
+        raise
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None  # not the temporary file, or no file at all
-        raise
 
 
-def check_zip(path):
-    """A damaged zip file is an error here; torch and numpy do not look at its checksums."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as file:
-            if damaged := file.testzip():
-                raise zipfile.BadZipFile(damaged)
+@contextlib.contextmanager
+def reading(path, what):
+    """Within this block a file that cannot be read is one line of error, however it fails."""
+    try:
+        if zipfile.is_zipfile(path):  # torch and numpy do not look at its checksums
+            with zipfile.ZipFile(path) as file:
+                if damaged := file.testzip():
+                    raise zipfile.BadZipFile(damaged)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old formats warn
+            yield
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except Exception as error:
+        trouble = f"not a readable {what}, perhaps cut off or damaged ({type(error).__name__})"
+        raise UserError(f"{path}: {trouble}; delete it or get it again") from None
 
 
 def checksum(value):
@@ -476,16 +470,8 @@ def save_checkpoint(path, checkpoint):
 
 def load_checkpoint(path, device="cpu"):
     """The dict in a file, read without running any code."""
-    try:
-        check_zip(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old formats warn; an error is one line
-            checkpoint = dict(torch.load(path, map_location=device, weights_only=True))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except Exception as error:  # a damaged or hostile file can fail in any way
-        what = f"not a readable checkpoint, perhaps cut off or damaged ({type(error).__name__})"
-        raise UserError(f"{path}: {what}; delete it or get it again") from None
+    with reading(path, "checkpoint"):
+        checkpoint = dict(torch.load(path, map_location=device, weights_only=True))
     checkpoint.pop("checksum", None)  # of older files
     return checkpoint
 
@@ -496,25 +482,22 @@ def load_model(path, device="cpu", kind=None):
     `net.about` is what the checkpoint says of it: kind ("score" or "classifier"), settings, step.
     """
     checkpoint = load_checkpoint(path)
-    if "model" in checkpoint:
-        net, about = load_released(path, checkpoint)
-    else:
-        try:
-            about = {key: checkpoint[key] for key in ("kind", "network", "config", "settings", "step")}
-            weights = dict(checkpoint["weights"])
-            if about["network"] == "ExactScore":
-                net = ExactScore(weights["images"], weights["labels"])
-            else:
-                net = NETWORKS[about["network"]](**about["config"])
-            if checkpoint["ema"] is not None:
-                names = [name for name, _ in net.named_parameters()]
-                weights.update(zip(names, checkpoint["ema"]["shadow"], strict=True))
-            if any(weights[key].dtype != value.dtype for key, value in net.state_dict().items()):
-                raise TypeError("weights of another type")
-            net.load_state_dict(weights)
-        except Exception as error:  # another version's, or a stranger's: it can fail in any way
-            words = f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
-            raise UserError(f"{path}: not a checkpoint of this project ({words})") from None
+    try:
+        if "model" in checkpoint:
+            checkpoint = from_released(checkpoint)
+        about = {key: checkpoint[key] for key in ("kind", "network", "config", "settings", "step")}
+        weights = dict(checkpoint["weights"])
+        if about["network"] == "ExactScore":
+            net = ExactScore(weights["images"], weights["labels"])
+        else:
+            net = NETWORKS[about["network"]](**about["config"])
+        if checkpoint["ema"] is not None:
+            names = [name for name, _ in net.named_parameters()]
+            weights.update(zip(names, checkpoint["ema"]["shadow"], strict=True))
+        net.load_state_dict(weights)
+    except Exception as error:  # another version's, or a stranger's: it can fail in any way
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        raise UserError(f"{path}: neither our checkpoint nor one of the authors' ({words})") from None
     if kind and about["kind"] != kind:
         raise UserError(f"{path}: is a {about['kind']} checkpoint, a {kind} checkpoint is needed here")
     net.about = about
@@ -523,54 +506,28 @@ def load_model(path, device="cpu", kind=None):
     return net.to(device, memory_format=layout).eval().requires_grad_(False)
 
 
+def from_released(checkpoint):
+    """A file of the authors' release as a checkpoint of ours; its entries stand in the order of ours."""
+    theirs = {key.removeprefix("module."): value for key, value in checkpoint["model"].items()}
+    if "all_modules.0.W" in theirs:
+        kind, network, config = "score", "NCSNpp", {}
+        theirs.pop("sigmas", None)
+        # Sampling must use the averaged weights: a list in the order of the trainable parameters.
+        trained = [key for key in theirs if not key.endswith("modules.0.W")]
+        theirs.update(zip(trained, checkpoint["ema"]["shadow_params"], strict=True))
+    else:
+        classes = len(theirs["classifier.classifier.linear.weight"])
+        kind, network = "classifier", "NoisyResNet"
+        config = dict(depth=34 if classes == 100 else 18, classes=classes)
+    with torch.device("meta"):  # without memory, for its names
+        net = NETWORKS[network](**config)
+    values = [v.T if ".NIN_" in key and v.ndim == 2 else v for key, v in theirs.items()]  # (in, out)
+    settings = dict(data=f"cifar{config.get('classes', 10)}", size=32, sigma_min=0.01, sigma_max=50.0)
+    return dict(kind=kind, network=network, config=net.config, settings=settings, ema=None,
+                step=checkpoint.get("step"), weights=dict(zip(net.state_dict(), values, strict=True)))
+
+
 def export(path, out):
     """Copies a checkpoint without what only training needs, the EMA as its weights: a quarter of the size."""
     net = load_model(path)
     save_checkpoint(out, dict(**net.about, weights=net.state_dict(), ema=None))
-
-
-def load_released(path, checkpoint):
-    """A network of ours with a released file's weights; recognised by its keys, filled strictly in order."""
-    try:
-        theirs = {key.removeprefix("module."): value for key, value in checkpoint["model"].items()}
-        if "all_modules.0.W" in theirs:
-            kind, net = "score", empty_released_score(theirs)
-            theirs.pop("sigmas", None)
-            # Sampling must use the averaged weights: a list in the order of the trainable parameters.
-            trained = [key for key in theirs if not key.endswith("modules.0.W")]
-            theirs.update(zip(trained, checkpoint["ema"]["shadow_params"], strict=True))
-        else:
-            kind = "classifier"
-            theirs = {key.removeprefix("classifier."): value for key, value in theirs.items()}
-            blocks = {key.split(".")[2] for key in theirs if key.startswith("classifier.layer3.")}
-            width, channels = theirs["classifier.conv1.weight"].shape[:2]
-            classes = theirs["classifier.linear.weight"].shape[0]
-            net = NoisyResNet({2: 18, 6: 34}[len(blocks)], classes, width, channels)
-        for (name, mine), (key, value) in zip(net.state_dict().items(), theirs.items(), strict=True):
-            if ".NIN_" in key and value.ndim == 2:  # a matrix (in, out)
-                value = value.T
-            if mine.shape != value.shape:
-                raise ValueError(f"{key} {tuple(value.shape)} does not fit {name} {tuple(mine.shape)}")
-            mine.copy_(value)
-    except Exception as error:
-        words = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: neither our checkpoint nor one of the authors' ({words})") from None
-    settings = dict(data=f"cifar{net.config.get('classes', 10)}", size=32, sigma_min=0.01, sigma_max=50.0)
-    return net, dict(kind=kind, network=type(net).__name__, config=net.config, settings=settings,
-                     step=checkpoint.get("step"))
-
-
-def empty_released_score(weights):
-    """An NCSNpp of the size that the entries of a released score model tell."""
-    parts = {}  # number of the module → the names inside it
-    for key in weights:
-        if key.startswith("all_modules."):
-            _, number, name = key.split(".", 2)
-            parts.setdefault(int(number), set()).add(name)
-    pyramids = [n for n, names in parts.items() if "Conv2d_0.weight" in names]
-    firsts = [4] + [n + 1 for n in pyramids]  # each level begins after a pyramid
-    width, channels = weights["all_modules.3.weight"].shape[:2]
-    mults = [weights[f"all_modules.{n}.Conv_0.weight"].shape[0] // width for n in firsts]
-    blocks = sum("Conv_0.weight" in parts[n] for n in range(4, pyramids[0])) - 1
-    attention = [32 >> i for i, n in enumerate(firsts[:-1]) if "NIN_0.W" in parts[n + 1]]
-    return NCSNpp(channels=channels, width=width, mults=mults, blocks=blocks, attention=attention)

@@ -1,10 +1,10 @@
-"""Samples images of given classes: guidance by the posterior score, the paper's sampler, a fast sampler.
+"""Samples images of given classes with the posterior score, by the paper's sampler or a fast one.
 
     python sample.py --guidance dlsm                  # after the two training commands
-    python sample.py --guidance dlsm --sampler pc     # the paper's sampler: 2,000 evaluations per image
+    python sample.py --guidance dlsm --sampler pc     # the paper's: 2,000 evaluations per image
 
-Reads runs/RUN/score.pt and a classifier; writes runs/RUN/samples-GUIDANCE.npz (images, labels, recipe), .png.
-Finished batches are on disk at once: the same command continues. Under torchrun processes share the batches.
+Reads runs/RUN/score.pt and a classifier; writes runs/RUN/samples-GUIDANCE.npz and .png. Finished
+batches are on disk at once: the same command continues. Under torchrun processes share them.
 """
 import argparse
 import contextlib
@@ -51,31 +51,22 @@ def posterior_score(score_net, classifier=None, y=None, alpha=1.0, renormalize=F
     asked: s + α (s(x, σ, y) − s(x, σ)). Without y it is the prior score. `interval` = (low, high) guides
     between these noise levels only (Kynkäänniemi et al. 2024).
     """
+    @torch.no_grad()
     def score(x, sigma):
-        guided = y is not None and (interval is None or interval[0] <= sigma[0].item() <= interval[1])
-        with torch.no_grad():
-            if guided and classifier is None and not callable(alpha) and alpha == 1:
-                return score_net(x, sigma, one_class_per_row(y, x))
-            s = score_net(x, sigma)
-            if not guided:
-                return s
-            a = alpha(sigma) if callable(alpha) else alpha
-            if classifier is None:
-                a = append_dims(a, x) if callable(alpha) else a
-                return s + a * (score_net(x, sigma, one_class_per_row(y, x)) - s)
-        return s + likelihood_score(classifier, x, sigma, one_class_per_row(y, x), a, renormalize)
+        if y is None or interval and not interval[0] <= sigma[0].item() <= interval[1]:
+            return score_net(x, sigma)
+        labels = torch.as_tensor(y, device=x.device).expand(len(x))
+        if classifier is None and alpha == 1:
+            return score_net(x, sigma, labels)
+        s = score_net(x, sigma)
+        a = alpha(sigma) if callable(alpha) else alpha
+        if classifier is not None:
+            return s + likelihood_score(classifier, x, sigma, labels, a, renormalize)
+        if callable(alpha):
+            a = append_dims(a, x)
+        return s + a * (score_net(x, sigma, labels) - s)
 
     return score
-
-
-def one_class_per_row(y, x):
-    y = torch.as_tensor(y, device=x.device)
-    if y.numel() == 1:
-        y = y.reshape(1).expand(len(x))
-    if y.shape != x.shape[:1] or y.is_floating_point():
-        what = f"{tuple(y.shape)} {y.dtype}"
-        raise UserError(f"y is {what}; expected one class, or one for each of the {len(x)} images")
-    return y
 
 
 def check(score, step, sigma):
@@ -166,10 +157,8 @@ def sample_batch(score, numbers, recipe, shape, device):
 
     steps, low, high = recipe["steps"], recipe["sigma_min"], recipe["sigma_max"]
     own = {key: recipe[key] for key in SAMPLERS[recipe["sampler"]]}
-    if recipe["sampler"] == "heun":
-        x = heun_sampler(score, high * noise(None), sigma_grid(steps, low, high, rho=7), noise=noise, **own)
-    else:
-        x = pc_sampler(score, high * noise(None), sigma_grid(steps, low, high), noise=noise, **own)
+    sampler, rho = (heun_sampler, 7) if recipe["sampler"] == "heun" else (pc_sampler, None)
+    x = sampler(score, high * noise(None), sigma_grid(steps, low, high, rho), noise=noise, **own)
     if not x.isfinite().all():
         raise UserError(f"the images are not finite after the last step, σ = {low}; try a smaller --alpha")
     return x
@@ -183,14 +172,15 @@ def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser)
     parser.group("guidance")
-    parser.flag("--guidance", "dlsm", "base (L_CE), scaling (L_CE, α = 10), dlsm (L_Total), renorm (L_CE, "
-                "re-normalised), free (conditional score), oracle (exact score)", choices=list(GUIDANCE))
-    parser.flag("--alpha", None, "guidance scale, a list (0.5,1,3), or auto: as --diagnose measured it "
-                "(default: the guidance's own)", alphas)
-    parser.flag("--guide-sigma", None, "guide only between the noise levels LOW,HIGH; auto: where --diagnose "
-                "found a gain", noise_levels)
+    parser.flag("--guidance", "dlsm", "none, base (L_CE), scaling (L_CE, α = 10), dlsm (L_Total), renorm "
+                "(L_CE, Eq. A2), free (conditional score) or oracle (exact score)", choices=list(GUIDANCE),
+                metavar="METHOD")
+    parser.flag("--alpha", None, "guidance scale, a list (0.5,1,3), or auto, as --diagnose measured", alphas)
+    parser.flag("--guide-sigma", None, "guide only between these noise levels; auto: where there is a gain",
+                noise_levels, metavar="A,B")
     parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
-    parser.flag("--classifier", None, "classifier checkpoint (default: runs/RUN/classifier-LOSS[-TAG].pt)")
+    parser.flag("--classifier", None, "classifier checkpoint (default: runs/RUN/classifier-LOSS.pt)",
+                metavar="FILE")
     parser.group("samples")
     parser.flag("--out", None, "folder of the output (default: the run's; for bundled weights runs/NAME)")
     parser.flag("--tag", None, "adds -TAG to the name of the output, for variants", file_part)
@@ -204,7 +194,8 @@ def make_parser():
     parser.flag("--steps", None, "sampler steps (default: 40 for heun, 1000 for pc)", bounded(int, 2, 10**6))
     parser.flag("--gamma", 1.0, "heun: fresh noise before each step; 0 is the ODE", bounded(float, 0, 10))
     parser.flag("--snr", 0.16, "pc: signal-to-noise ratio of the Langevin steps", bounded(float, 1e-6, 10))
-    parser.flag("--corrector-steps", 1, "pc: Langevin steps per noise level", bounded(int, 0, 1000))
+    parser.flag("--corrector-steps", 1, "pc: Langevin steps per noise level", bounded(int, 0, 1000),
+                metavar="N")
     parser.flag("--per-sample", False, "pc: norms of each image by itself, not the batch's mean as released")
     parser.flag("--amp", False, "the score network in bfloat16 (CUDA)")
     parser.flag("--compile", False, "torch.compile the score network")
@@ -216,57 +207,54 @@ def main():
     check_flags(args)
     device, folder = set_up(args), run_folder(args)
     loss, own_alpha, renormalize = GUIDANCE[args.guidance]
-    maker = f"train_score.py {where(args)}"
-    score_net = load_image_model(args.score or folder / "score.pt", device, "score", maker)
+    path = pathlib.Path(args.score or folder / "score.pt")
+    score_net = load_image_model(path, device, "score", f"train_score.py {where(args)}")
     settings, config, exact = score_net.about["settings"], score_net.config, isinstance(score_net, ExactScore)
-    shape = (config["channels"], config["image_size"], config["image_size"])
-    names = settings.get("classes") or CLASSES.get(settings["data"]) or [str(i) for i in range(10)]
-    classifier = None
-    if loss:
-        path = args.classifier or folder / f"classifier-{loss}{tag_of(args)}.pt"
-        if not args.classifier and not path.exists():
-            path = folder / f"classifier-{loss}.pt"
-        maker = f"train_classifier.py --loss {loss} {where(args)}"
-        classifier = load_image_model(path, device, "classifier", maker)
-        channels, classes = classifier.config["channels"], classifier.config["classes"]
-        if channels != shape[0]:
-            raise UserError(f"{path}: takes {channels} channels, the score model {shape[0]}")
-        if classifier.about["settings"].get("score_sha", score_net.about["sha"]) != score_net.about["sha"]:
-            say(f"warning: the score model has changed since {path} was trained")
-        if len(names) != classes:
-            names = [str(i) for i in range(classes)]
+    names = settings.get("classes") or CLASSES.get(settings["data"]) or range(10)
     if args.guidance == "oracle" and not exact:
         raise UserError("--guidance oracle: needs a score model of train_score.py --preset exact")
     if args.guidance == "free" and "classes" not in config:
         raise UserError("--guidance free: needs a score model of train_score.py --conditional")
+    classifier = None
+    if loss:
+        tagged, plain = folder / f"classifier-{loss}{tag_of(args)}.pt", folder / f"classifier-{loss}.pt"
+        path = pathlib.Path(args.classifier or (tagged if tagged.exists() else plain))
+        maker = f"train_classifier.py --loss {loss} {where(args)}"
+        classifier = load_image_model(path, device, "classifier", maker)
+        if classifier.config["channels"] != config["channels"]:
+            raise UserError(f"--classifier {path}: is not for images of {config['channels']} channels")
+        if classifier.about["settings"].get("score_sha", score_net.about["sha"]) != score_net.about["sha"]:
+            say(f"warning: the score model has changed since {path} was trained")
+        if len(names) != classifier.config["classes"]:
+            names = range(classifier.config["classes"])
+    names = [str(name) for name in names]
     chosen = choose_classes(args.classes, names)
     n = args.n or 10 * len(chosen)
     if n % len(chosen):
         n += len(chosen) - n % len(chosen)
         say(f"--n {args.n}: {n} images, equally many of the {len(chosen)} classes")
-    rows = []
-    if args.guide_sigma == "auto" or "auto" in (args.alpha or []):
-        net, file = (classifier, path) if loss else (score_net, args.score or "score.pt")
-        rows = read_diagnosis(folder, pathlib.Path(file).stem, net.about["sha"])
-    limits = levels_with_gain(rows) if args.guide_sigma == "auto" else args.guide_sigma
+    rows, interval = [], args.guide_sigma
+    if interval == "auto" or "auto" in (args.alpha or []):
+        rows = read_diagnosis(folder, path.stem, (classifier or score_net).about["sha"])
+    if interval == "auto":
+        interval = levels_with_gain(rows)
+    shape = (config["channels"], config["image_size"], config["image_size"])
     recipe = dict(guidance=args.guidance, renormalize=renormalize, n=n, classes=chosen, seed=args.seed,
                   batch=args.batch, sampler=args.sampler, steps=args.steps or STEPS[args.sampler],
                   sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"], data=settings["data"],
                   size=shape[1], amp=args.amp, score=score_net.about["sha"],
-                  classifier=classifier and classifier.about["sha"], guide_sigma=limits and list(limits),
+                  classifier=classifier and classifier.about["sha"], guide_sigma=interval and list(interval),
                   **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})
     if exact:
         recipe["exact"] = True
     counts = dict(score=0, classifier=0)
-    call = network_call(score_net, args.amp and not exact, args.compile and not exact, device)
-    call = counted(call, counts, "score")
-    guide = counted(fold_batchnorm(classifier), counts, "classifier") if classifier else None
-    out = pathlib.Path(args.out) if args.out else sample_folder(folder)
+    score_call = network_call(score_net, args.amp and not exact, args.compile and not exact, device)
+    score_call = counted(score_call, counts, "score")
+    classifier_call = counted(fold_batchnorm(classifier), counts, "classifier") if classifier else None
+    bundled = folder.resolve().parent == BUNDLED.resolve()
+    out = pathlib.Path(args.out or (f"runs/{folder.name}" if bundled else folder))
     with caught_signals() as stop:
         for alpha in args.alpha or [own_alpha]:
-            if stop:
-                say("stopped; the same command continues with the next --alpha")
-                sys.exit(128 + stop[0])
             one, scale = {**recipe, "alpha": alpha}, alpha
             if alpha == "auto":
                 one["alpha_sha"] = checksum([[row["sigma"], row["alpha"]] for row in rows])[:16]
@@ -274,7 +262,7 @@ def main():
 
             def score_for(labels):
                 y = None if args.guidance == "none" else torch.as_tensor(labels, device=device)
-                return posterior_score(call, guide, y, scale, renormalize, limits)
+                return posterior_score(score_call, classifier_call, y, scale, renormalize, interval)
 
             end = "" if alpha == own_alpha else f"-a{alpha}".removesuffix(".0")
             path = out / f"samples-{args.guidance}{end}{tag_of(args)}.npz"
@@ -287,49 +275,43 @@ def main():
 def make_samples(path, recipe, score_for, shape, device, args, names, counts, stop):
     """One file of samples with its pictures; what is there already is not made again."""
     rank, _ = rank_and_world()
+    labels = np.resize(np.array(recipe["classes"], dtype=np.int64), recipe["n"])
     with lock(path) if rank == 0 else contextlib.nullcontext():
         if path.exists() and not args.restart:
-            found = read_samples(path, recipe, shape)
+            found = read_npz(path)
+            if changed := difference(json.loads(str(found.get("recipe", "{}"))), recipe):
+                raise UserError(f"{path} was made with {changed}; --tag T keeps both, --restart starts over")
+            images = found["images"]
             say(f"{path}: finished already ({recipe['n']} images); --restart starts over")
         else:
             counts.update(score=0, classifier=0)
-            found = sample(path, recipe, score_for, shape, device, args.restart, stop)
+            images = sample(path, recipe, labels, score_for, shape, device, args.restart, stop)
             work = " and ".join(f"{count} of the {key}" for key, count in counts.items() if count)
             say(f"{path}: {recipe['n']} images; evaluations of a batch: {work or 'none'}")
-        if rank:
+        if rank > 0:
             return
-        guided = recipe["guidance"] != "none"
-        images, labels = torch.from_numpy(found["images"]).permute(0, 3, 1, 2), labels_of(recipe)
-        shown = [names[c] for c in recipe["classes"]] if guided else None
-        rows = [images[labels == c][:16] for c in recipe["classes"]]
-        save_grid(path.with_suffix(".png"), rows, shown, recipe["classes"])
+        shown = [drawable(names[c], c) for c in recipe["classes"]] if recipe["guidance"] != "none" else None
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
+        save_grid(path.with_suffix(".png"), [pixels[labels == c][:16] for c in recipe["classes"]], shown)
         strip = path.with_name(f"{path.stem}-strip.png")
         if args.watch and (args.restart or not strip.exists()):
-            save_grid(strip, watch(recipe, score_for, shape, device), shown, recipe["classes"])
-        if args.png:
-            for i, (image, c) in enumerate(zip(found["images"], labels)):
-                name = re.sub(r"[/\\]|^\.+", "_", names[c]) if guided else "."  # names may be a stranger's
-                file = path.with_suffix("") / name / f"{i:06d}.png"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(image.squeeze()).save(file)
+            save_grid(strip, watch(recipe, score_for, shape, device), shown)
+        for i, (image, c) in enumerate(zip(images, labels)) if args.png else ():
+            name = re.sub(r"[/\\]|^\.+", "_", names[c]) if shown else "."  # names may be a stranger's
+            file = path.with_suffix("") / name / f"{i:06d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image.squeeze()).save(file)
 
 
-def labels_of(recipe):
-    return np.resize(np.array(recipe["classes"], dtype=np.int64), recipe["n"])
-
-
-def sample(path, recipe, score_for, shape, device, restart, stop):
-    """This process's share of the batches that are not on disk yet → the arrays of the whole file."""
+def sample(path, recipe, labels, score_for, shape, device, restart, stop):
+    """Samples this process's share of the batches that are not on disk yet, writes the file → its images."""
     rank, world = rank_and_world()
-    n, labels = recipe["n"], labels_of(recipe)
+    n, batch = recipe["n"], recipe["batch"]
     # Sorted by class, as released: the Langevin norms of a batch are then one class's mean, where it fits.
-    batches = np.split(np.argsort(labels, kind="stable"), range(recipe["batch"], n, recipe["batch"]))
+    batches = np.split(np.argsort(labels, kind="stable"), range(batch, n, batch))
     parts = path.with_name(f"{path.stem}-{checksum(recipe)[:8]}.parts")  # other recipes: elsewhere
-    if restart and rank == 0:
-        shutil.rmtree(parts, ignore_errors=True)
-    wait_for_others()
     files = [parts / f"{b:06d}.npz" for b in range(len(batches))]
-    missing = [b for b in range(len(batches)) if read_batch(files[b], batches[b], shape) is None]
+    missing = [b for b in range(len(batches)) if restart or not readable(files[b])]
     done = n - sum(len(batches[b]) for b in missing)
     progress = Progress(n, done, f"{path.stem}: image")
     evaluations = recipe["steps"] * (1 + recipe.get("corrector_steps", 1))
@@ -346,55 +328,22 @@ def sample(path, recipe, score_for, shape, device, restart, stop):
 
         if b % world == rank:
             x = sample_batch(one_evaluation, batches[b], recipe, shape, device)
-            pixels = to_uint8(x).permute(0, 2, 3, 1).numpy()
-            write_whole(files[b], npz_bytes(images=pixels, numbers=batches[b]))
+            write_whole(files[b], npz_bytes(images=to_uint8(x).permute(0, 2, 3, 1).numpy()))
         done += len(batches[b])
-    wait_for_others()
-    if rank:
+    if world > 1:
+        dist.barrier()
+    if rank > 0:
         return None
     images = np.empty((n, *shape[1:], shape[0]), np.uint8)
     for file, numbers in zip(files, batches):
-        part = read_batch(file, numbers, shape)
-        if part is None:
-            raise UserError(f"{file}: a batch is gone or damaged; the same command samples it again")
-        images[numbers] = part
+        images[numbers] = read_npz(file)["images"]
     arrays = dict(images=images, recipe=np.array(json.dumps(recipe)))
     if recipe["guidance"] != "none":
         arrays["labels"] = labels
     write_whole(path, npz_bytes(**arrays))
     shutil.rmtree(parts, ignore_errors=True)
     progress(n)
-    return arrays
-
-
-def wait_for_others():
-    if rank_and_world()[1] > 1:
-        dist.barrier()
-
-
-def read_batch(path, numbers, shape):
-    """The images of a batch on disk; None where it is missing, damaged or another batch."""
-    try:
-        found = read_npz(path)
-        images = found["images"]
-        fits = images.dtype == np.uint8 and images.shape == (len(numbers), *shape[1:], shape[0])
-        return images if fits and np.array_equal(found["numbers"], numbers) else None
-    except (UserError, KeyError):
-        return None
-
-
-def read_samples(path, recipe, shape):
-    """The arrays of a finished sample file; an error where it holds samples of another recipe."""
-    found, cure = read_npz(path), "--tag T keeps both, --restart starts over"
-    try:
-        made = dict(json.loads(str(found.get("recipe", "{}"))))
-    except (ValueError, TypeError, RecursionError):
-        raise UserError(f"{path}: its recipe is not readable, the file is damaged; {cure}") from None
-    if changed := difference(made, recipe):
-        raise UserError(f"{path} was made with {changed}; {cure}")
-    if found.get("images", np.empty(0)).shape != (recipe["n"], *shape[1:], shape[0]):
-        raise UserError(f"{path}: does not hold the images of its recipe, the file is damaged; {cure}")
-    return found
+    return images
 
 
 def watch(recipe, score_for, shape, device):
@@ -409,7 +358,7 @@ def watch(recipe, score_for, shape, device):
         return s
 
     sample_batch(call, range(len(recipe["classes"])), recipe, shape, device)
-    return [[frame[i] for frame in frames] for i in range(len(recipe["classes"]))]
+    return list(zip(*frames))
 
 
 def sample_pictures(score, path, shape, sigma_max, device):
@@ -424,11 +373,12 @@ def read_diagnosis(folder, name, sha):
     path, cure = folder / "diagnose.json", "python train_classifier.py --diagnose makes it anew"
     try:
         tables = json.loads(path.read_text())
-        if tables["weights"][name] != sha:
-            raise UserError(f"auto: {path} was measured with other weights of {name}; {cure}")
-        return [{key: float(row[key]) for key in ("sigma", "alpha", "gain")} for row in tables[name]]
-    except (OSError, ValueError, KeyError, TypeError):
+        rows, measured = tables[name], tables["weights"][name]
+    except (OSError, ValueError, KeyError):
         raise UserError(f"auto: {path} is missing, damaged or does not know {name}; {cure}") from None
+    if measured != sha:
+        raise UserError(f"auto: {path} was measured with other weights of {name}; {cure}")
+    return rows
 
 
 def best_scale(rows, device):
@@ -446,15 +396,13 @@ def best_scale(rows, device):
 
 def levels_with_gain(rows):
     """The widest range of noise levels around the largest gain in which the gain is above 0."""
-    first = last = max(range(len(rows)), key=lambda i: rows[i]["gain"])
-    if rows[first]["gain"] <= 0:
+    best = max(range(len(rows)), key=lambda i: rows[i]["gain"])
+    if rows[best]["gain"] <= 0:
         raise UserError("--guide-sigma auto: the diagnosis found no gain at any noise level")
-    while first > 0 and rows[first - 1]["gain"] > 0:
-        first -= 1
-    while last < len(rows) - 1 and rows[last + 1]["gain"] > 0:
-        last += 1
+    *_, lowest = itertools.takewhile(lambda row: row["gain"] > 0, rows[best::-1])
+    *_, highest = itertools.takewhile(lambda row: row["gain"] > 0, rows[best:])
     half_bin = (rows[1]["sigma"] / rows[0]["sigma"]) ** 0.5
-    return rows[first]["sigma"] / half_bin, rows[last]["sigma"] * half_bin
+    return lowest["sigma"] / half_bin, highest["sigma"] * half_bin
 
 
 COLOURS = ["#1f6fb4", "#e07b1a", "#2c9150", "#c23b3b", "#7b56a8", "#7a7a7a", "#b8860b", "#2aa6b0"]
@@ -466,28 +414,27 @@ def save_png(path, image):
     write_whole(path, buffer.getvalue())
 
 
-def save_grid(path, rows, names=None, numbers=None):
-    """A picture of images (uint8, C×H×W), one row for each of `rows`, with the rows' names on the left.
+def drawable(name, number):
+    """The name of a class, or its number where the font lacks a letter of the name."""
+    font = ImageFont.load_default(15)
+    unknown = bytes(font.getmask("\U0010ffff"))
+    return str(number) if any(bytes(font.getmask(letter)) == unknown for letter in name) else name
 
-    A name in a script that the font lacks becomes its number.
-    """
-    size = rows[0][0].shape[-1]
-    zoom = max(1, 64 // size)
-    font, left, step = ImageFont.load_default(15), 0, size * zoom + 2
-    if names:
-        unknown = bytes(font.getmask("\U0010ffff"))
-        names = [str(n) if any(bytes(font.getmask(letter)) == unknown for letter in name) else name
-                 for n, name in zip(numbers or itertools.count(), names)]
-        left = 10 + int(max(font.getlength(name) for name in names))
-    picture = Image.new("RGB", (left + step * max(map(len, rows)), step * len(rows)), "white")
-    pen = ImageDraw.Draw(picture)
+
+def save_grid(path, rows, names=None):
+    """A picture of images (uint8, C×H×W), one row for each of `rows`, with the rows' names on the left."""
+    size, font = rows[0][0].shape[-1], ImageFont.load_default(15)
+    side = size * max(1, 64 // size)
+    left = 10 + int(max(map(font.getlength, names))) if names else 0
+    picture = Image.new("RGB", (left + (side + 2) * max(map(len, rows)), (side + 2) * len(rows)), "white")
     for i, row in enumerate(rows):
+        top = i * (side + 2)
         for j, image in enumerate(row):
             pixels = Image.fromarray(image.expand(3, -1, -1).permute(1, 2, 0).cpu().numpy())
-            pixels = pixels.resize((size * zoom, size * zoom), Image.Resampling.NEAREST)
-            picture.paste(pixels, (left + j * step, i * step))
+            pixels = pixels.resize((side, side), Image.Resampling.NEAREST)
+            picture.paste(pixels, (left + j * (side + 2), top))
         if names:
-            pen.text((left - 6, i * step + step // 2), names[i], "black", font, anchor="rm")
+            ImageDraw.Draw(picture).text((left - 6, top + side // 2), names[i], "black", font, anchor="rm")
     save_png(path, picture)
 
 
@@ -502,91 +449,79 @@ def draw_curve(path):
 
 
 def chart(path, panels, columns=None):
-    """Panels of dict(title, x, y, lines=[(name, xs, ys[, low, high])], bars, log_x, log_y, y_range)."""
-    k, width, height = 3, 460, 370  # drawn three times as large, then reduced: antialiased
-    columns = columns or len(panels)
-    rows = -(-len(panels) // columns)
-    picture = Image.new("RGB", (k * width * columns, k * height * rows), "white")
-    for n, panel in enumerate(panels):
-        left, top = k * width * (n % columns), k * height * (n // columns)
-        box = left + 62 * k, top + 34 * k, left + (width - 20) * k, top + (height - 86) * k
-        draw_panel(picture, box, k, panel)
-    save_png(path, picture.resize((width * columns, height * rows), Image.Resampling.LANCZOS))
+    """Panels of dict(lines=[(name, xs, ys[, low, high])] or bars, title, x, y, log_x, log_y, y_range)."""
+    columns, width, height = columns or len(panels), 460, 385
+    picture = Image.new("RGB", (width * columns, height * math.ceil(len(panels) / columns)), "white")
+    for i, panel in enumerate(panels):
+        plot = draw_panel(**panel).resize((width, height), Image.Resampling.LANCZOS)
+        picture.paste(plot, (i % columns * width, i // columns * height))
+    save_png(path, picture)
 
 
-def draw_panel(picture, box, k, panel):
-    """One plot: grid and numbers, bars, bands and lines, titles, and below it the names of the lines."""
-    (x0, y0, x1, y1), pen = box, ImageDraw.Draw(picture, "RGBA")
-    font, bold = ImageFont.load_default(13 * k), ImageFont.load_default(15 * k)
-    lines = [(name, *(np.asarray(v, float) for v in values)) for name, *values in panel.get("lines", [])]
-    bars = [float(v) for v in panel.get("bars", [])]
-    logs = panel.get("log_x", False), panel.get("log_y", False)
-    xs, ys = np.array([-0.5, len(bars) - 0.5]), np.array([0.0, *bars])
-    if lines:
-        xs = np.concatenate([line[1] for line in lines])
-        ys = np.concatenate([values for line in lines for values in line[2:]])
-    ys = ys[np.isfinite(ys) & (ys > (0 if logs[1] else -np.inf))]
-    low, high = panel.get("y_range") or ((ys.min(), ys.max()) if ys.size else (1, 2))
-    if not panel.get("y_range"):
-        pad = (high / low) ** 0.05 if logs[1] else 0.06 * (high - low)
-        low, high = (low / pad, high * pad) if logs[1] else (low - pad, high + pad)
-    spans = [(a, b if b > a else a + 1) for a, b in ((xs.min(), xs.max()), (low, high))]
+def draw_panel(lines=(), bars=(), title="", x="", y="", log_x=False, log_y=False, y_range=None):
+    """One plot, three times as large as in the file: antialiased when it is reduced."""
+    picture = Image.new("RGB", (1380, 1155), "white")
+    x0, y0, x1, y1 = 186, 102, 1320, 852  # its frame
+    pen, font = ImageDraw.Draw(picture, "RGBA"), ImageFont.load_default(39)
+    place_x, x_ticks = axis([line[1] for line in lines] or [[-0.5, len(bars) - 0.5]], log_x, x0, x1)
+    values = [y_range] if y_range else [ys for line in lines for ys in line[2:]] or [[0, *bars]]
+    place_y, y_ticks = axis(values, log_y, y1, y0, margin=0.0 if y_range else 0.06)
 
-    def place(value, axis):
-        a, b = spans[axis]
-        if logs[axis]:
-            value, a, b = math.log(max(value, 1e-300)), math.log(a), math.log(b)
-        part = min(max((value - a) / (b - a), -0.02), 1.02)
-        return x0 + part * (x1 - x0) if axis == 0 else y1 - part * (y1 - y0)
+    def points(xs, ys):
+        return [(a, b) for a, b in zip(place_x(xs), place_y(ys)) if not math.isnan(b)]
 
-    def points(x, y):
-        return [(place(a, 0), place(b, 1)) for a, b in zip(x, y) if math.isfinite(b)]
-
-    for axis in (1,) if bars else (0, 1):
-        for tick in nice_ticks(*spans[axis], logs[axis]):
-            p = place(tick, axis)
-            pen.line([(p, y0), (p, y1)] if axis == 0 else [(x0, p), (x1, p)], "#e4e4e4", k)
-            at, anchor = ((p, y1 + 5 * k), "mt") if axis == 0 else ((x0 - 6 * k, p), "rm")
-            number = f"{tick:g}" if abs(tick) < 1e4 else f"{tick / 1000:g}k"
-            pen.text(at, number, "black", font, anchor=anchor)
+    for number, at in y_ticks:
+        pen.line([(x0, at), (x1, at)], "#e4e4e4", 3)
+        pen.text((x0 - 18, at), number, "black", font, anchor="rm")
+    for number, at in x_ticks if lines else ():  # bars have no numbers
+        pen.line([(at, y0), (at, y1)], "#e4e4e4", 3)
+        pen.text((at, y1 + 15), number, "black", font, anchor="mt")
     for i, value in enumerate(bars):
-        top, bottom = sorted([place(0, 1), place(value, 1)])
-        colour = COLOURS[0] if value >= 0 else COLOURS[3]
-        pen.rectangle([place(i - 0.4, 0), top, place(i + 0.4, 0), bottom], colour)
-    left, row = x0, y1 + 52 * k
-    for (name, x, y, *band), colour in zip(lines, COLOURS * 9):
+        (left, right), (top, bottom) = place_x([i - 0.4, i + 0.4]), sorted(place_y([0, value]))
+        pen.rectangle([left, top, right, bottom], COLOURS[0] if value >= 0 else COLOURS[3])
+    for i, (name, xs, ys, *band) in enumerate(lines):
+        colour = COLOURS[i % len(COLOURS)]
         if band:
-            pen.polygon(points(x, band[0]) + points(x, band[1])[::-1], colour + "38")
-        pen.line(points(x, y), colour, 2 * k, joint="curve")
-        for a, b in points(x, y) if len(x) <= 12 else []:
-            pen.ellipse([a - 3.5 * k, b - 3.5 * k, a + 3.5 * k, b + 3.5 * k], colour)
-        if name:
-            if left + font.getlength(name) > x1 - 6 * k:
-                left, row = x0, row + 16 * k
-            pen.line([(left, row), (left + 18 * k, row)], colour, 3 * k)
-            pen.text((left + 22 * k, row), name, "black", font, anchor="lm")
-            left += font.getlength(name) + 36 * k
-    pen.rectangle([x0, y0, x1, y1], outline="#555555", width=k)
-    pen.text(((x0 + x1) / 2, y0 - 8 * k), panel.get("title", ""), "black", bold, anchor="mb")
-    pen.text(((x0 + x1) / 2, y1 + 38 * k), panel.get("x", ""), "black", font, anchor="ms")
-    upright = Image.new("L", (y1 - y0, 20 * k))
-    ImageDraw.Draw(upright).text(((y1 - y0) / 2, 10 * k), panel.get("y", ""), 255, font, anchor="mm")
-    picture.paste("black", (x0 - 62 * k, y0), upright.rotate(90, expand=True))
+            pen.polygon(points(xs, band[0]) + points(xs, band[1])[::-1], colour + "38")
+        pen.line(points(xs, ys), colour, 6, joint="curve")
+        if name:  # the legend: two names to a row, below the plot
+            left, row = x0 + 570 * (i % 2), y1 + 150 + 45 * (i // 2)
+            pen.line([(left, row), (left + 54, row)], colour, 9)
+            pen.text((left + 66, row), name, "black", font, anchor="lm")
+    pen.rectangle([x0, y0, x1, y1], outline="#555555", width=3)
+    pen.text(((x0 + x1) / 2, y0 - 24), title, "black", ImageFont.load_default(45), anchor="mb")
+    pen.text(((x0 + x1) / 2, y1 + 108), x, "black", font, anchor="ms")
+    upright = Image.new("L", (y1 - y0, 60))
+    ImageDraw.Draw(upright).text(((y1 - y0) / 2, 30), y, 255, font, anchor="mm")
+    picture.paste("black", (0, y0), upright.rotate(90, expand=True))
+    return picture
 
 
-def nice_ticks(low, high, log):
-    """About five round numbers from low to high."""
-    if log:
-        a, b = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        powers = [10.0**k for k in range(a, b + 1, max(1, (b - a) // 5))]
-        return [p for p in powers if low * 0.999 <= p <= high * 1.001]
-    raw = (high - low) / 5
-    sizes = [m * 10 ** math.floor(math.log10(raw)) for m in (1, 2, 2.5, 5, 10)]
-    step = min(sizes, key=lambda size: abs(size - raw))
-    return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+def axis(values, log, start, end, margin=0.0):
+    """→ a function from values to pixels between start and end, and about five numbers with their pixels."""
+    def scaled(values):
+        with np.errstate(divide="ignore"):
+            return np.log10(np.maximum(values, 0)) if log else np.asarray(values, float)
+
+    def place(values):
+        part = (scaled(values) - low) / (high - low)
+        return start + (end - start) * part.clip(-0.02, 1.02)  # what is outside, as log 0, ends at the edge
+
+    known = scaled(np.concatenate(values))
+    known = known[np.isfinite(known)]
+    low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
+    space = margin * (high - low) if high > low else 0.5
+    low, high = low - space, high + space
+    power = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = max(power * m for m in (1, 2, 5) if power * m <= (high - low) / 4)
+    if log and high - low > 2:  # powers of ten
+        step = max(step, 1.0)
+    ticks = step * np.arange(math.ceil(low / step - 1e-9), high / step + 1e-9)
+    numbers = [f"{10**tick:.3g}" if log else f"{tick:g}" for tick in ticks]
+    return place, list(zip(numbers, place(10**ticks if log else ticks)))
 
 
-# ------------------------------------------------------------ 3. machinery: flags and folders
+# ------------------------------------------------------------ 3. machinery: files and flags
 
 
 def npz_bytes(**arrays):
@@ -595,17 +530,19 @@ def npz_bytes(**arrays):
     return buffer.getvalue()
 
 
+def readable(path):
+    try:
+        return bool(read_npz(path))
+    except UserError:
+        return False
+
+
 def counted(net, counts, key):
     def call(*inputs):
         counts[key] += 1
         return net(*inputs)
 
     return call
-
-
-def sample_folder(folder):
-    """Where the samples of a run go: beside its models, but for bundled weights to runs/NAME."""
-    return pathlib.Path("runs") / folder.name if folder.resolve().parent == BUNDLED.resolve() else folder
 
 
 def alphas(text):
@@ -618,8 +555,8 @@ def noise_levels(text):
     """An argparse type: 'LOW,HIGH' → two numbers; or 'auto'."""
     if text == "auto":
         return text
-    levels = tuple(bounded(float, 0, 1e4)(item) for item in text.split(","))
-    if len(levels) != 2 or levels[0] >= levels[1]:
+    levels = alphas(text)
+    if len(levels) != 2 or "auto" in levels or levels[0] >= levels[1]:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not LOW,HIGH with LOW below HIGH")
     return levels
 
@@ -636,16 +573,15 @@ def choose_classes(text, names):
 
 
 def check_flags(args):
-    for sampler, keys in SAMPLERS.items():
-        for key in keys:
-            if sampler != args.sampler and getattr(args, key) != make_parser().get_default(key):
-                flag = f"--{key.replace('_', '-')} with --sampler {args.sampler}"
-                raise UserError(f"{flag}: has no effect there; leave it out, or choose --sampler {sampler}")
-    for key, without in (("alpha", ("none", "oracle")), ("guide_sigma", ("none", "oracle")),
-                         ("classifier", ("none", "oracle", "free"))):
-        if getattr(args, key) and args.guidance in without:
-            flag = f"--{key.replace('_', '-')} with --guidance {args.guidance}"
-            raise UserError(f"{flag}: has no effect; leave it out")
+    """An error where a flag has no effect beside this sampler or this guidance."""
+    unguided = ["alpha", "guide_sigma", "classifier"]
+    useless = dict(heun=SAMPLERS["pc"], pc=SAMPLERS["heun"], none=unguided, oracle=unguided,
+                   free=["classifier"])
+    for flag, choice in (("--sampler", args.sampler), ("--guidance", args.guidance)):
+        for key in useless.get(choice, []):
+            if getattr(args, key) != make_parser().get_default(key):
+                name = key.replace("_", "-")
+                raise UserError(f"--{name} with {flag} {choice}: has no effect there; leave it out")
 
 
 if __name__ == "__main__":

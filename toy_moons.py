@@ -3,9 +3,9 @@
     python toy_moons.py                                 # two cores, about five minutes
     python toy_moons.py --seeds 5 --out runs/moons5     # mean and deviation over five trainings
 
-Reads nothing. Prints the tables with the paper's values beside ours and writes to runs/moons/:
-table.json, figure1.png, figure5.png, figureA1.png, and a checkpoint and a log for each network.
-The same command again continues where it stopped.
+Prints the tables, the paper's values beside ours; writes runs/moons/: table.json, figure1.png,
+figure5.png, figureA1.png, and a checkpoint and a log of each network. The same command continues
+where it stopped.
 
 Losses, samplers and metrics are those of the images. Two networks are compared: "late" is the
 paper's, in which σ meets x in the last layer, so that the gradient of its logits cannot depend on
@@ -36,7 +36,7 @@ from train_classifier import ce_loss, dlsm_loss, likelihood_score, total_loss
 from train_score import (Parser, Plan, Progress, bounded, derive_seed, dsm_loss, fit, from_preset, lock, run,
                          sample_noise, say, set_up)
 
-# ------------- 1. the story
+# ------------------------------------------------------------ 1. the story
 
 PRESETS = {
     # Ours: x / 10 and log σ as inputs, a cosine decay, and a twentieth of the paper's sample visits.
@@ -52,7 +52,9 @@ SIGMA = 7.5  # where D_P and D_L are taken and samples end; not in the paper, re
 POWER = 4  # the weight σ⁴ of DSM and DLSM'; the paper prints 1/σ⁴ (A.6.2), its code multiplies by σ⁴
 LAMBDA = 0.125  # of L_Total (A.6.2), with a mean over the two coordinates in L_DLSM', as released
 NEIGHBOURS = 5  # k of precision and recall (released), with 10,000 samples and as many real points per class
-PC_STEPS = 100  # from N(0, 10²) at σ = 10 to 7.5: enough to forget that start; the paper has T = 1,000
+# From N(0, 10²) at σ = 10 to 7.5; the paper has T = 1,000. 100 steps nearly forget that start, not quite: the
+# mean of c1 stays off by about 1.3.
+PC_STEPS = 100
 METHODS = {  # key: name, loss of the classifier, α, whether re-normalised (Eq. A2)
     "a": ("(a) Base", "ce", 1, False),
     "b": ("(b) Scaling, alpha = 10", "ce", 10, False),
@@ -166,9 +168,7 @@ def main():
     with lock(out / "table.json"), worker_pool() if device == "cpu" else contextlib.nullcontext() as pool:
         for names in (("score", "c1", "c2", "ce"), ("total", "dlsm")):  # these two need "score"
             tasks = [(nets, name, preset, args.restart) for name in names for nets in runs]
-            paths = [] if args.restart else [nets.path(name) for nets, name, *_ in tasks]
-            steps = sum(load_checkpoint(path).get("step", 0) for path in paths if path.exists())
-            say(f"{', '.join(names)}: {len(tasks)} networks, {preset['steps']} steps each; {steps} are done")
+            say(f"{', '.join(names)}: {len(tasks)} networks, {preset['steps']} steps each")
             in_parallel(pool, train, tasks, "network")
         tasks = [(key, nets, preset["samples"]) for key in reversed(METHODS) for nets in runs]
         say(f"sampling: {len(tasks)} sets of {preset['samples']} points per class")
@@ -195,7 +195,7 @@ def main():
     say(f"\n{out}/: table.json, figure1.png, figure5.png, figureA1.png ({minutes:.1f} minutes)")
 
 
-# ------------- 2. what it needs: training, sampling, tables, figures
+# ------------------------------------------------------------ 2. what it needs: training, tables, figures
 
 
 def train(nets, name, preset, restart=False):
@@ -227,8 +227,7 @@ def train(nets, name, preset, restart=False):
     truths = [method_scores("e", c, nets)[1](grid, level) for c in (0, 1)]
     fixed = [v.to(nets.device) for v in batch(torch.Generator().manual_seed(0), 0, 5_000)]
 
-    def inspect(step, ema):
-        """For Figure 5: the mean D_L at σ = 7.5, and the cross-entropy of fixed points at all σ."""
+    def inspect(step, ema):  # for Figure 5: mean D_L at σ = 7.5, cross-entropy of fixed points at all σ
         scores = [likelihood_score(net, grid, level, torch.full_like(level, c).long()) for c in (0, 1)]
         D_L = [(score - truth).norm(dim=1).mean().item() for score, truth in zip(scores, truths)]
         with torch.no_grad():
@@ -303,43 +302,37 @@ def paint_figure1(path, nets, samples):
     picture = Image.new("RGB", (left + len(keys) * (K * W + 30), top + 3 * (K * H + 30) + 102), "white")
     pen, font = ImageDraw.Draw(picture, "RGBA"), ImageFont.load_default(60)
     grid, (points, labels) = GRID.to(nets.device), moons(400)
-    for row, column in itertools.product(range(3), range(len(keys))):
-        key, x0, y0 = keys[column], left + column * (K * W + 30), top + row * (K * H + 30)
+    sigma = torch.full_like(grid[:, 0], SIGMA)
+    for row, (column, key) in itertools.product(range(3), enumerate(keys)):
+        x0, y0 = left + column * (K * W + 30), top + row * (K * H + 30)
 
         def pixels(points):
             return [(x0 + K * (W / 2 + x), y0 + K * (H / 2 - y)) for x, y in points]
 
         if row < 2:
-            score, truth = (method_scores(k, row, nets)[0](grid, torch.full_like(grid[:, 0], SIGMA)).cpu()
-                            for k in (key, "e"))
+            score, truth = (method_scores(k, row, nets)[0](grid, sigma).cpu() for k in (key, "e"))
             shade = (255 - 300 * (score - truth).norm(dim=1).clamp(max=0.5)).byte().view(35, 35).flip(0)
             shade = torch.stack([torch.full_like(shade, 255), shade, shade], 2).numpy()
             picture.paste(Image.fromarray(shade).resize((K * W, K * H), Image.Resampling.BICUBIC), (x0, y0))
             pen.line(pixels(points[labels == row]), ("#9cc3e2", "#f2c08a")[row], 21, joint="curve")
             middle, along = (v.view(35, 35, 2)[2::3, 1::2].reshape(-1, 2) for v in (GRID, score))
             length = along.norm(dim=1, keepdim=True)
-            along, across = along / length, along.flip(1) / length * torch.tensor([-0.55, 0.55])
-            half = along * (2.3 * (length / 0.3).tanh()).clamp(min=0.6)  # long arrows, as of (b), are cut
-            neck = middle + half - 1.4 * along
-            corners = (middle - half, neck, neck + across, middle + half, neck - across)
-            for tail, end, *head in zip(*map(pixels, corners)):
-                pen.line([tail, end], "#222222", 4)
-                pen.polygon(head, "#222222")
+            half = along / length * (2.3 * (length / 0.3).tanh()).clamp(min=0.6)  # long ones are cut
+            across = along.flip(1) / length * torch.tensor([-0.5, 0.5])
+            for arrow in zip(*map(pixels, (middle - half + across, middle + half, middle - half - across))):
+                pen.polygon(arrow, "#222222")
         else:
-            for pair in zip(*map(pixels, samples[key])):  # in turn, or c2 would cover c1
-                for (x, y), colour in zip(pair, COLOURS):
-                    if x0 < x < x0 + K * W and y0 < y < y0 + K * H:
-                        pen.ellipse([x - 4.5, y - 4.5, x + 4.5, y + 4.5], colour + "90")
             for c in (0, 1):
+                for x, y in pixels(samples[key][c]):
+                    if x0 < x < x0 + K * W and y0 < y < y0 + K * H:
+                        pen.ellipse([x - 4.5, y - 4.5, x + 4.5, y + 4.5], COLOURS[c] + "90")
                 pen.line(pixels(points[labels == c]), "#333333", 6, joint="curve")
         pen.rectangle([x0, y0, x0 + K * W, y0 + K * H], outline="#555555", width=3)
-        if row == 0:
-            pen.text((x0 + K * W / 2, 66), METHODS[key][0], "black", font, anchor="mm")
-        if column == 0:
-            text = ("scores\nof c1", "scores\nof c2", "samples")[row]
-            pen.text((left / 2, y0 + K * H / 2), text, "black", font, anchor="mm", align="center")
+        pen.text((x0 + K * W / 2, 66), METHODS[key][0], "black", font, anchor="mm")
+        text = ("scores\nof c1", "scores\nof c2", "samples")[row]
+        pen.text((left / 2, y0 + K * H / 2), text, "black", font, anchor="mm", align="center")
     note = "84 x 53 units, sigma = 7.5. Red: distance to the oracle score, full at 0.5. Lines: the data."
-    pen.text((left, picture.height - 60), note, "#444444", ImageFont.load_default(54), anchor="lm")
+    pen.text((left, picture.height - 60), note, "#444444", font, anchor="lm")
     save_png(path, picture.resize((picture.width // 3, picture.height // 3), Image.Resampling.LANCZOS))
 
 
@@ -377,24 +370,19 @@ def paint_figureA1(path):
     chart(path, panels)
 
 
-# ------------- 3. machinery: worker processes
+# ------------------------------------------------------------ 3. machinery: worker processes
 
 
 @contextlib.contextmanager
 def worker_pool():
-    """One process per core, of one thread each, since these matrices are small.
-
-    Before an early end they get SIGTERM, upon which `fit` saves, until they are gone: one that is in the last
-    step of a training does not stop, but would take the next task.
-    """
+    """One process per core, of one thread each, since these matrices are small."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(16, cores), spawn, start_worker) as pool:
         try:
             yield pool
         except BaseException as error:
-            if multiprocessing.active_children():
-                say("\nending the worker processes, which save")
+            # Upon SIGTERM `fit` saves. It is sent until they are gone: one in its last step takes a new task.
             while workers := multiprocessing.active_children():
                 for worker in workers:
                     worker.terminate()
@@ -422,17 +410,16 @@ def in_parallel(pool, job, tasks, unit):
 
 def start_worker():
     """A worker is silent, since the parent speaks for all, and ends with it, even if that is killed."""
+    def end_with_parent():
+        multiprocessing.parent_process().join()
+        while True:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     torch.set_num_threads(1)
     sys.exit = os._exit  # where `fit` has saved upon a signal, not only this task ends, but the process
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent():
-    multiprocessing.parent_process().join()
-    while True:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":

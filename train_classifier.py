@@ -1,10 +1,9 @@
 """Stage 2: trains the noise-conditioned classifier p(y|x̃, σ) with cross-entropy, DLSM' or both.
 
-    python train_classifier.py --loss total --lam 1       # after train_score.py, whose score model is frozen
-    python train_classifier.py --diagnose                 # the score mismatch of a run's classifiers
+    python train_classifier.py --loss total --lam 1     # after train_score.py
+    python train_classifier.py --diagnose               # the score mismatch of a run's classifiers
 
-Reads runs/RUN/score.pt; writes runs/RUN/classifier-LOSS.pt with its log and its loss curve. --diagnose writes
-runs/RUN/diagnose.png and diagnose.json (which sample.py --alpha auto and --guide-sigma auto read).
+In runs/RUN/ it reads score.pt, writes classifier-LOSS.pt and its log, or diagnose.json and .png.
 """
 import json
 import math
@@ -36,6 +35,7 @@ PRESETS = {  # reduce: DLSM' as the mean over pixels, or as their sum, beside λ
     "tiny": dict(depth=18, width=16, norm="batch", scaled=True, act="silu", lam=1.0, power=2.0, reduce="sum",
                  steps=2_000, batch=100, lr=1e-3, cosine=True, save_every=1_000),
 }
+WEIGHTS = {"ce": [], "dlsm": ["power", "reduce"], "total": ["power", "reduce", "lam"]}  # what a loss heeds
 
 
 def likelihood_score(classifier, x, sigma, y, alpha=1.0, renormalize=False, create_graph=False):
@@ -102,7 +102,7 @@ def make_parser():
     shared_flags(parser, PRESETS)
     parser.group("the classifier")
     parser.flag("--loss", "total", "ce (the base method), dlsm (DLSM' alone) or total (L_DLSM' + λ L_CE)",
-                choices=["ce", "dlsm", "total"])
+                choices=["ce", "dlsm", "total"], metavar="LOSS")
     parser.flag("--lam", None, "λ, the weight of the cross-entropy in L_Total", bounded(float, 0, 1e6))
     parser.flag("--power", None, "DLSM' is weighted with σ^POWER (paper: 0)", bounded(float, -4, 4))
     parser.flag("--reduce", None, "DLSM' as mean (paper) or sum over the pixels", choices=["mean", "sum"])
@@ -115,19 +115,19 @@ def make_parser():
     parser.group("diagnosis")
     parser.flag("--diagnose", False, "no training: the score mismatch of all classifiers of this run")
     parser.flag("--truth", None, "an exact score (train_score.py --preset exact): D_P and D_L of Table 1")
-    parser.flag("--diagnose-n", 2000, "images per noise level; in training an eighth", bounded(int, 8, 10**6))
-    parser.flag("--diagnose-every", 5000, "steps between diagnoses while training", bounded(int, 1, 10**9))
+    parser.flag("--diagnose-n", 2000, "images per noise level; in training an eighth", bounded(int, 8, 10**6),
+                metavar="N")
+    parser.flag("--diagnose-every", 5000, "steps between diagnoses in training", bounded(int, 1, 10**9),
+                metavar="N")
     return parser
 
 
 def main():
     args = make_parser().parse_args()
-    for flag, losses in (("lam", ["total"]), ("power", ["dlsm", "total"]), ("reduce", ["dlsm", "total"])):
-        if getattr(args, flag) is not None and args.loss not in losses:
+    for flag in WEIGHTS["total"]:
+        if getattr(args, flag) is not None and flag not in WEIGHTS[args.loss]:
             raise UserError(f"--{flag} with --loss {args.loss}: has no effect there; leave it out")
-    device = set_up(args)
-    preset = from_preset(args, PRESETS)
-    folder = run_folder(args)
+    device, folder, preset = set_up(args), run_folder(args), from_preset(args, PRESETS)
     maker = f"train_score.py {where(args)}"
     score_net = load_image_model(args.score or folder / "score.pt", device, "score", maker)
     exact, about = isinstance(score_net, ExactScore), score_net.about
@@ -136,11 +136,11 @@ def main():
         truth = load_image_model(args.truth, device, "score", f"train_score.py --preset exact {where(args)}")
     sigmas = about["settings"]["sigma_min"], about["settings"]["sigma_max"]
     images, labels, names = load_images(args.data, "train", args.size, args.root)
+    channels, size = images.shape[1], images.shape[3]
     wanted = score_net.config["channels"], score_net.config["image_size"]
-    if (images.shape[1], images.shape[3]) != wanted:
-        shape = f"{wanted[0]}×{wanted[1]}×{wanted[1]}"
-        raise UserError(f"the score model is for {shape} images, --data {args.data} has "
-                        f"{tuple(images.shape[1:])}; see --size")
+    if (channels, size) != wanted:
+        raise UserError(f"--data {args.data}: has images of (channels, size) {channels, size}, the score "
+                        f"model is for {wanted}; see --size")
     if truth:  # Theorem 1 speaks of p_σ of the data of the exact score: the training images, at random
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         held, held_labels = images[order], labels[order]
@@ -152,27 +152,25 @@ def main():
                 some = held[: args.diagnose_n], held_labels[: args.diagnose_n]
                 diagnose_run(folder, score_net, *some, device, truth)
         return
+
     if args.preset == "paper" and args.depth is None and len(names) == 100:
         preset["depth"] = 34
     if args.raw:
         preset["scaled"] = False
     torch.manual_seed(derive_seed(args.seed, "weights"))
     shape = {key: preset[key] for key in ("depth", "width", "norm", "scaled", "act")}
-    net = NoisyResNet(classes=len(names), channels=images.shape[1], **shape).to(device)
-    size, sha = images.shape[-1], checksum([images, labels])[:16]
-    settings = dict(data=args.data, data_sha=sha, classes=names, size=size,
+    net = NoisyResNet(classes=len(names), channels=channels, **shape).to(device)
+    settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=size,
                     sigma_min=sigmas[0], sigma_max=sigmas[1], loss=args.loss, seed=args.seed, amp=args.amp,
                     config=net.config, **{key: preset[key] for key in ("batch", "lr", "cosine")})
-    if args.loss != "ce":
-        settings.update(score_sha=about["sha"], power=preset["power"], reduce=preset["reduce"])
-    if args.loss == "total":
-        settings["lam"] = preset["lam"]
+    weights = {key: preset[key] for key in WEIGHTS[args.loss]}
+    if weights:
+        settings.update(weights, score_sha=about["sha"])
     path = folder / f"classifier-{args.loss}{tag_of(args)}.pt"
     introduce(path, net, images, labels, names, device)
     rank, world = rank_and_world()
     if world > 1 and preset["norm"] == "batch":
-        say(f"warning: BatchNorm sees a process's {preset['batch'] // world} images, not the whole batch; "
-            "one process or --norm group does not")
+        say(f"warning: BatchNorm sees a process's {preset['batch'] // world} images; --norm group sees none")
     score_call = network_call(score_net, args.amp and not exact, args.compile and not exact, device)
     classifier_call = network_call(net, False, args.compile and args.loss == "ce", device)
     # Divided by the d pixels of a sum: Adam does not mind, and the clip at norm 1 acts as it does on a mean.
@@ -181,10 +179,9 @@ def main():
     def loss(x, sigma, y, z):
         if args.loss == "ce":
             return ce_loss(classifier_call, x, sigma, y, z)
-        weights = dict(power=preset["power"], reduce=preset["reduce"])
         if args.loss == "dlsm":
             return scale * dlsm_loss(net, score_call, x, sigma, y, z, **weights)
-        return scale * total_loss(net, score_call, x, sigma, y, z, preset["lam"], **weights)
+        return scale * total_loss(net, score_call, x, sigma, y, z, **weights)
 
     from sample import draw_curve  # here, since that file imports this one
 
@@ -210,6 +207,7 @@ def main():
 # ------------------------------------------------------------ 2. what it needs: the diagnosis
 
 
+@torch.no_grad()
 def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=10, batch=100, device="cpu",
              truth=None):
     """Accuracy, cross-entropy and the score mismatch in bins over log σ; the same noise for every classifier.
@@ -231,20 +229,17 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
             x, y = x.to(device).float() / 255, y.to(device)
             s = append_dims(sigma, x)
             noisy = x + s * z
-            with torch.no_grad():
-                prior = score_net(noisy, sigma)
+            prior, row = score_net(noisy, sigma), {}
             if isinstance(classifier, NCSNpp):
-                with torch.no_grad():
-                    g, logits = classifier(noisy, sigma, y) - classifier(noisy, sigma), None
+                g = classifier(noisy, sigma, y) - classifier(noisy, sigma)
             else:
                 call, logits = recorded(classifier)
                 g = likelihood_score(call, noisy, sigma, y)
-            residual = -z / s - prior  # t − s
-            inner, square = (sigma**2 * (g * v).flatten(1).sum(1) for v in (residual, g))
-            row = dict(gain=2 * inner - square, inner=inner, square=square)
-            if logits:
                 row["accuracy"] = (logits[0].argmax(1) == y).float()
                 row["ce"] = F.cross_entropy(logits[0], y, reduction="none")
+            residual = -z / s - prior  # t − s
+            inner, square = (sigma**2 * (g * v).flatten(1).sum(1) for v in (residual, g))
+            row.update(gain=2 * inner - square, inner=inner, square=square)
             if truth:
                 posterior = truth(noisy, sigma, y)
                 h = posterior - truth(noisy, sigma)
@@ -281,49 +276,45 @@ def diagnose_run(folder, score_net, images, labels, device, truth):
     from sample import chart
     settings = score_net.about["settings"]
     sigmas = settings["sigma_min"], settings["sigma_max"]
-    files = sorted(folder.glob("classifier-*.pt")) + sorted(folder.glob("score*.pt"))
-    tables, weights = {}, {}
-    for file in files:
-        net = load_model(file, device)
-        if isinstance(net, NoisyResNet) or "classes" in net.config:
-            say(f"{file} ...")
-            tables[file.stem] = diagnose(net, score_net, images, labels, *sigmas, device=device, truth=truth)
-            weights[file.stem] = checksum(net.state_dict())[:16]
-    if not tables:
-        raise UserError(f"{folder}: has no classifier-*.pt; python train_classifier.py --loss ce makes one")
     total = math.log(len(settings.get("classes") or range(10)))
-    cells = {"accuracy": "{accuracy:.3f}", "ce": "{ce:.3f}", "gain": "{gain:.3f} ± {gain_se:.3f}",
-             "alpha": "{alpha:.2f} ± {alpha_se:.2f}", "h": "{h:.3g}", "D_P": "{D_P:.3g} ({P})",
-             "D_L": "{D_L:.3g} ({L})"}
-    print(f"\n{len(images)} images per noise level; ± is the standard error; in brackets: relative to h")
-    for name, table in tables.items():
-        keys = [key for key in cells if key in table[0]]
-        print(f"\n{name}\n\n| σ | {' | '.join(keys)} |\n{'| --- ' * (len(keys) + 1)}|")
-        for row in table:
-            h = row.get("h", 0.0)
-            share = {key: f"{row['D_' + key] / h:.2f}" if h > 1e-6 else "–" for key in "PL" if "h" in row}
-            texts = [cells[key].format(**row, **share) for key in keys]
-            print(f"| {row['sigma']:.3g} | {' | '.join(texts)} |")
-        nats, error = explained_nats(table, *sigmas)
-        bound = math.exp(min(nats - total, 0))
-        print(f"\n{nats:.3f} ± {error:.3f} of {total:.3f} nats; with exact scores at least {bound:.2f} of "
-              "the samples are then of their class")
-    write_whole(folder / "diagnose.json", json.dumps(dict(**tables, weights=weights), indent=1).encode())
     titles = dict(accuracy="Accuracy", ce="Cross-entropy", alpha="Best guidance scale (1 is right)",
                   gain="Gain of the likelihood score (larger is better)")
-
-    def line(name, rows, key):  # with a band of two standard errors
-        value, error = (np.array([row[k] for row in rows]) for k in (key, f"{key}_se"))
-        levels = [row["sigma"] for row in rows]
-        return name.removeprefix("classifier-"), levels, value, value - 2 * error, value + 2 * error
-
-    panels = []
-    for key, title in titles.items():
-        lines = [line(name, rows, key) for name, rows in tables.items() if key in rows[0]]
-        if lines:
-            panels.append(dict(title=title, x="noise level sigma", y=key, log_x=True, lines=lines))
-    chart(folder / "diagnose.png", panels, columns=2)
+    tables, weights, lines = {}, {}, {key: [] for key in titles}
+    print(f"\n{len(images)} images per noise level; ± is the standard error; in brackets: relative to h")
+    for file in sorted(folder.glob("classifier-*.pt")) + sorted(folder.glob("score*.pt")):
+        net = load_model(file, device)
+        if not isinstance(net, NoisyResNet) and "classes" not in net.config:
+            continue
+        table = diagnose(net, score_net, images, labels, *sigmas, device=device, truth=truth)
+        tables[file.stem], weights[file.stem] = table, checksum(net.state_dict())[:16]
+        print_diagnosis(file.stem, table, *explained_nats(table, *sigmas), total)
+        level = np.array([row["sigma"] for row in table])
+        for key in titles.keys() & table[0].keys():  # with a band of two standard errors
+            value, error = (np.array([row[k] for row in table]) for k in (key, f"{key}_se"))
+            name = file.stem.removeprefix("classifier-")
+            lines[key].append((name, level, value, value - 2 * error, value + 2 * error))
+    if not tables:
+        raise UserError(f"{folder}: has no classifier-*.pt; python train_classifier.py --loss ce makes one")
+    write_whole(folder / "diagnose.json", json.dumps(dict(**tables, weights=weights), indent=1).encode())
+    chart(folder / "diagnose.png", columns=2, panels=[
+        dict(title=title, x="noise level sigma", y=key, log_x=True, lines=lines[key])
+        for key, title in titles.items() if lines[key]])
     print(f"\n{folder}/diagnose.json and diagnose.png")
+
+
+def print_diagnosis(name, table, nats, error, total):
+    keys = [key for key in ("accuracy", "ce", "gain", "alpha", "h", "D_P", "D_L") if key in table[0]]
+    print(f"\n{name}\n\n| σ | {' | '.join(keys)} |\n{'| --- ' * (len(keys) + 1)}|")
+    for row in table:
+        cells = [f"{row['sigma']:.3g}"]
+        for key in keys:
+            relative = ""
+            if key in ("D_P", "D_L") and row["h"] > 1e-3:
+                relative = f" ({row[key] / row['h']:.2g})"
+            cells.append(f"{row[key]:.3g} ± {row[f'{key}_se']:.1g}{relative}")
+        print(f"| {' | '.join(cells)} |")
+    print(f"\n{nats:.3f} ± {error:.3f} of {total:.3f} nats; with exact scores at least "
+          f"{math.exp(min(nats - total, 0)):.2f} of the samples are then of their class")
 
 
 # ------------------------------------------------------------ 3. machinery: finding models
@@ -341,26 +332,19 @@ def load_image_model(path, device, kind, maker):
     """load_model for the networks of images; says which file it is or, where there is none, what to do."""
     path = pathlib.Path(path)
     if not path.exists():
-        runs = [str(p.parent) for p in sorted(pathlib.Path("runs").glob("*/score.pt"))]
-        hint = f"; there are {', '.join(runs)} (--run)" if runs else ""
-        if BUNDLED.exists():
-            box = shlex.quote(str(BUNDLED / "fashion-16"))
-            hint += f"; bundled weights sample at once: python sample.py --run {box}"
-        raise UserError(f"{path}: no such {kind}; python {maker} makes it, --{kind} FILE names another{hint}")
+        runs = ", ".join(str(p.parent) for p in pathlib.Path("runs").glob("*/score.pt")) or "no runs"
+        bundled = shlex.quote(str(BUNDLED / "fashion-16"))
+        raise UserError(f"{path}: no such {kind}; python {maker} makes it, --{kind} FILE names another; "
+                        f"there are {runs} (--run); bundled weights: python sample.py --run {bundled}")
     net = load_model(path, device, kind)
-    settings = net.about["settings"] if isinstance(net.about["settings"], dict) else {}
-    low, high = (settings.get(key) for key in ("sigma_min", "sigma_max"))
-    levels = isinstance(low, float) and isinstance(high, float) and 0 < low < high < math.inf
-    if not levels or not isinstance(net, (NCSNpp, ExactScore) if kind == "score" else NoisyResNet):
+    settings, step = net.about["settings"], net.about["step"]
+    if not isinstance(net, (NCSNpp, ExactScore) if kind == "score" else NoisyResNet):
         raise UserError(f"{path}: is a {kind} checkpoint of {type(net).__name__}, but not one for images")
     net.about["sha"] = checksum(net.state_dict())[:16]
-    step, planned = net.about["step"], settings.get("steps")
-    if isinstance(net, ExactScore):
-        progress = f"the exact score of {len(net.images)} images"
-    elif planned and step < planned:
+    planned = settings.get("steps") or 0
+    progress = f"step {step}"
+    if step and step < planned:
         progress = f"warning: is at step {step:,} of {planned:,} only"
-    else:
-        progress = f"step {step:,}" if isinstance(step, int) else "step unknown"
     say(f"{path}: {kind} {net.about['sha'][:8]}, {progress}")
     return net
 
