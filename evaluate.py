@@ -659,7 +659,7 @@ def report(files, about, args, metrics, out):
     for name, file in files.items():
         n, numbers, data = file["n"], file["numbers"], file["recipe"].get("data", args.data)
         if n < 10_000 and {"fid", "cw_fid"} & set(numbers):
-            limit = "not comparable" if n < 2049 else f"compare with {fid}@{n} only"
+            limit = "not comparable" if fid == "FID" and n < 2049 else f"compare with {fid}@{n} only"
             notes.append(f"Warning: {fid}@{n} is of few samples, class-wise of fewer: {limit}")
         if pathlib.Path(data).name != pathlib.Path(args.data).name:
             notes.append(f"Warning: {name} was drawn for {data}, not for --data {args.data}")
