@@ -215,6 +215,11 @@ def exact_table_1():
     return table(["classifier", "nats", *levels, "accuracy at σ = 1.4", "α\\* there"], rows)
 
 
+def gpu():
+    measured = read("results/gpu.json")
+    return table(measured["header"], measured["rows"])
+
+
 def benchmark():
     rows = read("results/benchmark.json")["rows"]
     return table(["what", "ours", "reference", "ratio"], [row[:4] for row in rows if "--help" not in row[0]])
