@@ -1368,6 +1368,7 @@ def test_the_bundled_weights_sample_what_the_page_says(tmp_path):
     images = torch.from_numpy(found["images"]).permute(0, 3, 1, 2).float() / 255
     logits = load_model(box / "classifier-ce.pt", kind="classifier")(images, torch.full((100,), 0.01))
     right = (logits.argmax(1).numpy() == found["labels"]).sum()
-    stated, page = read_json(RESULTS / "fashion-16.json")["box"]["recognised"], HERE / "docs" / "fashion-16.md"
-    assert abs(right - stated) <= 2 and f"{stated} of the 100" in page.read_text()
+    stated = read_json(RESULTS / "fashion-16.json")["box"]["recognised"]
+    page = (HERE / "docs" / "fashion-16.md").read_text()
+    assert abs(right - stated) <= 2 and f"{stated} of the 100" in page
     assert sum(file.stat().st_size for file in box.iterdir()) < 10 * 2**20
