@@ -276,7 +276,7 @@ def make_samples(path, recipe, score_for, shape, device, args, names, counts, st
     """One file of samples with its pictures; what is there already is not made again."""
     rank, _ = rank_and_world()
     labels = np.resize(np.array(recipe["classes"], dtype=np.int64), recipe["n"])
-    with lock(path) if rank == 0 else contextlib.nullcontext():
+    with lock(path):  # which only the first process takes
         if path.exists() and not args.restart:
             found = read_npz(path)
             if changed := difference(json.loads(str(found.get("recipe", "{}"))), recipe):
