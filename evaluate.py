@@ -504,8 +504,8 @@ def read_samples(path):
     if images is None:
         wanted = "images, labels (or arr_0, arr_1); FID's mu, sigma go to --stats"
         raise UserError(f"{path}: holds {', '.join(found) or 'nothing'}; expected {wanted}")
-    recipe = json.loads(str(found.get("recipe", "{}")))
-    return dict(file, images=images, labels=found.get("labels", found.get("arr_1")), recipe=recipe)
+    labels = found.get("labels", found.get("arr_1"))
+    return dict(file, images=images, labels=labels, recipe=found.get("recipe", {}))
 
 
 def use_recipe(args, files):

@@ -435,7 +435,7 @@ def reading(path, what):
         raise UserError(f"{path}: no such file") from None
     except Exception as error:
         trouble = f"not a readable {what}, perhaps cut off or damaged ({type(error).__name__})"
-        raise UserError(f"{path}: {trouble}; delete it or get it again") from None
+        raise UserError(f"{path}: {trouble}; get it anew, or name another") from None
 
 
 def checksum(value):

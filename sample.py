@@ -247,10 +247,8 @@ def main():
                   **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})
     if exact:
         recipe["exact"] = True
-    counts = dict(score=0, classifier=0)
     score_call = network_call(score_net, args.amp and not exact, args.compile and not exact, device)
-    score_call = counted(score_call, counts, "score")
-    classifier_call = counted(fold_batchnorm(classifier), counts, "classifier") if classifier else None
+    classifier_call = fold_batchnorm(classifier) if classifier else None
     bundled = folder.resolve().parent == BUNDLED.resolve()
     out = pathlib.Path(args.out or (f"runs/{folder.name}" if bundled else folder))
     with caught_signals() as stop:
@@ -266,28 +264,26 @@ def main():
 
             end = "" if alpha == own_alpha else f"-a{alpha}".removesuffix(".0")
             path = out / f"samples-{args.guidance}{end}{tag_of(args)}.npz"
-            make_samples(path, one, score_for, shape, device, args, names, counts, stop)
+            make_samples(path, one, score_for, shape, device, args, names, stop)
 
 
 # ------------------------------------------------------------ 2. what it needs: files, diagnosis, pictures
 
 
-def make_samples(path, recipe, score_for, shape, device, args, names, counts, stop):
+def make_samples(path, recipe, score_for, shape, device, args, names, stop):
     """One file of samples with its pictures; what is there already is not made again."""
     rank, _ = rank_and_world()
     labels = np.resize(np.array(recipe["classes"], dtype=np.int64), recipe["n"])
     with lock(path):  # which only the first process takes
         if path.exists() and not args.restart:
             found = read_npz(path)
-            if changed := difference(json.loads(str(found.get("recipe", "{}"))), recipe):
+            if changed := difference(found.get("recipe", {}), recipe):
                 raise UserError(f"{path} was made with {changed}; --tag T keeps both, --restart starts over")
             images = found["images"]
             say(f"{path}: finished already ({recipe['n']} images); --restart starts over")
         else:
-            counts.update(score=0, classifier=0)
             images = sample(path, recipe, labels, score_for, shape, device, args.restart, stop)
-            work = " and ".join(f"{count} of the {key}" for key, count in counts.items() if count)
-            say(f"{path}: {recipe['n']} images; evaluations of a batch: {work or 'none'}")
+            say(f"{path}: {recipe['n']} images")
         if rank > 0:
             return
         shown = [drawable(names[c], c) for c in recipe["classes"]] if recipe["guidance"] != "none" else None
@@ -535,14 +531,6 @@ def readable(path):
         return bool(read_npz(path))
     except UserError:
         return False
-
-
-def counted(net, counts, key):
-    def call(*inputs):
-        counts[key] += 1
-        return net(*inputs)
-
-    return call
 
 
 def alphas(text):

@@ -368,7 +368,10 @@ def resized(images, size):
 
 def read_npz(path):
     with reading(path, ".npz"), np.load(path) as file:
-        return {key: file[key] for key in file.files}
+        found = {key: file[key] for key in file.files}
+        if "recipe" in found:  # of samples: how they were made
+            found["recipe"] = dict(json.loads(str(found["recipe"])))
+        return found
 
 
 def read_folder(folder, size):
