@@ -8,7 +8,6 @@ recipe of each number), Figure 4, side-by-side.png. Features and classifiers are
 ROOT/features: nothing is computed twice. In Python: evaluate(images, labels, data="cifar10",
 metrics="fid,prdc").
 """
-import argparse
 import hashlib
 import json
 import math
@@ -22,11 +21,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from models import NoisyResNet, UserError, checksum, load_checkpoint, save_checkpoint, write_whole
-from sample import chart, npz_bytes, save_grid
+from sample import chart, save_grid
 from train_classifier import ce_loss
 from train_score import (Parser, Plan, Progress, bounded, check_images, derive_seed, fit, image_batches,
                          import_torchvision, load_images, read_folder, read_npz, run, run_folder, say, set_up,
-                         shared_flags, text)
+                         shared_flags)
 
 # ------------------------------------------------------------ 1. the story: the metrics, then the stage
 
@@ -51,21 +50,19 @@ def prdc(real, fake, k=3, real_radii=None):
         real, fake = real.double(), fake.double()
     real_radii = knn_radii(real, k) if real_radii is None else real_radii
     fake_radii = knn_radii(fake, k)
-    in_balls = torch.zeros(len(fake), dtype=torch.int64, device=real.device)  # B(real) around each fake
-    covered, recalled = torch.zeros(2, len(real), dtype=torch.bool, device=real.device)
+    in_balls, covered, recalled = 0, 0, 0  # the first: in how many B(real) each fake is
     rows = max(BLOCK**2 // len(fake), 1)
     for i in range(0, len(real), rows):
         part = real[i : i + rows]
         distance, error = squared_distances(part, fake)
         if real.dtype == torch.float32 and error > 0.01 * real_radii.median():  # most pairs are near ties
             return prdc(real.double(), fake.double(), k, real_radii)
-        r, f = pairs_inside(distance, real_radii[i : i + rows, None], error, part, fake)
-        covered[i + r] = True
-        in_balls += f.bincount(minlength=len(fake))
-        r, f = pairs_inside(distance, fake_radii, error, part, fake)
-        recalled[i + r] = True
-    return dict(precision=(in_balls > 0).double().mean().item(), recall=recalled.double().mean().item(),
-                density=in_balls.sum().item() / (k * len(fake)), coverage=covered.double().mean().item())
+        inside = inside_balls(distance, real_radii[i : i + rows, None], error, part, fake)
+        in_balls = in_balls + inside.sum(0, dtype=torch.int32)  # ten times as fast as int64
+        covered += inside.any(1).sum().item()
+        recalled += inside_balls(distance, fake_radii, error, part, fake).any(1).sum().item()
+    return dict(precision=(in_balls > 0).double().mean().item(), recall=recalled / len(real),
+                density=in_balls.sum().item() / (k * len(fake)), coverage=covered / len(real))
 
 
 def knn_radii(points, k):
@@ -97,8 +94,7 @@ def as_points(values, k):
     values = torch.as_tensor(values).detach()
     values = values.reshape(len(values), -1)
     if not 1 <= k < len(values) or not values.sum(0).isfinite().all():
-        needs = "k ≥ 1 and more than k points, none of them NaN or infinite"
-        raise UserError(f"prdc: k = {k} with {len(values)} points; it needs {needs}")
+        raise UserError(f"prdc: k = {k}, {len(values)} points; needs 1 ≤ k < points, none NaN or infinite")
     return values if values.dtype == torch.float32 and values.shape[1] >= 64 else values.double()
 
 
@@ -109,15 +105,13 @@ def squared_distances(a, b):
     return torch.addmm(b2, a, b.T, alpha=-2).add_(a2[:, None]), error
 
 
-def pairs_inside(distance, radius, error, a, b):
-    """Pairs (i, j) with distance < radius, both squared; near ties are decided by exact distances."""
-    i, j = (distance < (radius + error).to(distance.dtype)).nonzero().T
-    distance, radius = distance[i, j], radius.expand(distance.shape)[i, j]
-    inside = distance < radius - error
-    unsure = ~inside
-    limit = radius[unsure] * (1 - 1e-12)  # a distance computed twice may differ in its last digit
-    inside[unsure] = exact_distances(a, b, i[unsure], j[unsure]) < limit
-    return i[inside], j[inside]
+def inside_balls(distance, radius, error, a, b):
+    """distance < radius, both squared, for all pairs; near ties are decided by exact distances."""
+    inside = distance < (radius - error).to(distance.dtype)
+    i, j = (inside ^ (distance < (radius + error).to(distance.dtype))).nonzero().T
+    limit = radius.expand(distance.shape)[i, j] * (1 - 1e-12)  # a distance computed twice may differ a little
+    inside[i, j] = exact_distances(a, b, i, j) < limit
+    return inside
 
 
 def exact_distances(a, b, i, j):
@@ -177,31 +171,27 @@ def make_parser():
     parser.usage = "%(prog)s [flags] [samples ...]"
     shared_flags(parser)
     parser.set_defaults(data=None)
-    steps = dict(type=bounded(int, 1, 10**9), metavar="N")
-    path = dict(type=lambda value: pathlib.Path(text(value)), metavar="PATH")
-    networks = ["resnet18", "resnet34", "resnet50"]
     parser.group("metrics; default --data and --size: those in the recipe of the sample files")
     parser.flag("--metrics", None, f"of {','.join(METRICS)} (default: all; cas only on GPUs)", metavar="LIST")
     parser.flag("--k", 3, "neighbours for precision, recall, density, coverage", bounded(int, 1, 1000))
-    parser.flag("--stats", None, "FID's reference: an .npz with mu, sigma", **path)
-    parser.flag("--save-stats", None, "write such a file, of the training images", **path)
+    parser.flag("--stats", None, "FID's reference: an .npz with mu, sigma")
+    parser.flag("--save-stats", None, "write such a file, of the training images")
     parser.flag("--paper", False, "the paper's columns beside ours (cifar10, cifar100)")
-    parser.flag("--out", None, "folder for the results (default: that of the first file)", **path)
+    parser.flag("--out", None, "folder for the results (default: that of the first file)")
     parser.group("features and classifiers")
-    parser.flag("--features", "inception", "inception, or own: of a ResNet trained here",
-                choices=["inception", "own"], metavar="NAME")
-    parser.flag("--own-steps", 1500, "training steps of that ResNet, of 128 images", **steps)
-    parser.flag("--weights", None, "Inception's weights (default: in ROOT/features, else fetched)", **path)
+    parser.flag("--features", "inception", "own: of a ResNet trained here", choices=["inception", "own"])
+    parser.flag("--own-steps", 1500, "training steps of that ResNet, of 128 images", bounded(int, 1, 10**9))
+    parser.flag("--weights", None, "Inception's weights (default: in ROOT/features, else fetched)")
     parser.flag("--resize", "tf", "tf: the paper's rule; torch: pytorch-fid's", choices=["tf", "torch"])
     parser.flag("--batch", 100, "images per pass", bounded(int, 1, 10**5), metavar="N")
-    parser.flag("--cas-model", "resnet50", ", ".join(networks), choices=networks, metavar="NAME")
-    parser.flag("--cas-steps", 10_000, "of 150 images; the release trains 400,001 steps", **steps)
+    parser.flag("--cas-model", "resnet50", "network of CAS", choices=["resnet18", "resnet34", "resnet50"])
+    parser.flag("--cas-steps", 10_000, "of 150 images; the release trains 400,001", bounded(int, 1, 10**9))
     return parser
 
 
 def main():
     args = make_parser().parse_args()
-    folder = run_folder(argparse.Namespace(**{**vars(args), "data": args.data or "cifar10"}))
+    folder = run_folder(args)
     paths = args.samples or sorted(folder.glob("samples-*.npz"))
     if not paths:
         raise UserError(f"{folder}: has no samples-*.npz; python sample.py makes them, or name your files")
@@ -211,33 +201,23 @@ def main():
         while name in files:
             name = f"{path.absolute().parent.name}-{name}"
         files[name] = read_samples(path)
-    measure(files, args, args.out or paths[0].absolute().parent)
+    measure(files, args, pathlib.Path(args.out or paths[0].absolute().parent))
 
 
 def evaluate(images, labels=None, **flags):
-    """Numbers of samples in memory → {key: value}; flags as keywords: data="fashion", metrics=["fid"]."""
-    def refuse(message):
-        raise UserError(f"evaluate: {message}")
-
-    parser, line = make_parser(), []
-    parser.error = refuse
-    for key, value in flags.items():
-        if isinstance(value, (list, tuple)):
-            value = ",".join(value)
-        if value is not None and value is not False:
-            line.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
+    """Numbers of samples in memory → {key: value}; flags as keywords: data="fashion", metrics="fid,prdc"."""
+    args = make_parser().parse_args([f"--{key.replace('_', '-')}={value}" for key, value in flags.items()])
     images = torch.as_tensor(images).detach().cpu()
     if images.ndim == 4 and images.shape[1] in (1, 3) and images.shape[3] not in (1, 3):
         images = images.movedim(1, -1)
     labels = None if labels is None else torch.as_tensor(labels).cpu()
     file = dict(path="samples", images=images, labels=labels, recipe={})
-    measure({"samples": file}, parser.parse_args(line))
+    measure({"samples": file}, args)
     return {key: number["value"] for key, number in file["numbers"].items()}
 
 
 def measure(files, args, out=None):
     """Every metric of every file into file["numbers"], and the tables into the folder `out`."""
-    use_recipe(args, files)
     device, metrics, real, reference = prepare(files, args, out)
     about = {}
     if metrics != {"cas"} or args.save_stats:
@@ -254,20 +234,15 @@ def compare_features(files, real, reference, args, metrics, device):
     """All but CAS, each number with its recipe → the recipe of the features."""
     about, network = make_extractor(real, args, metrics, device)
     images, real_labels, names = real or ((), None, None)
-    training, radii = f"{args.data}, {len(images)} training images", {}
+    training = f"{args.data}, {len(images)} training images"
     if real:
         real_features, _ = extract(images, about, network, args, device, "real images")
         mu, cov = moments(real_features)
         reference = reference or (mu, cov)
     if args.save_stats:
-        write_whole(args.save_stats, npz_bytes(mu=mu.cpu().numpy(), sigma=cov.cpu().numpy()))
-
-    def compare(points, fake, c=None):
-        """prdc; the radii of the real points, most of the work, serve all files."""
-        if c not in radii:
-            radii[c] = knn_radii(points, args.k)
-        return prdc(points, fake, args.k, radii[c])
-
+        write_whole(args.save_stats, lambda file: np.savez(file, mu=mu.cpu(), sigma=cov.cpu()))
+    if "prdc" in metrics:
+        radii = knn_radii(real_features, args.k)  # a large part of the work, which serves all files
     for name, file in files.items():
         labels, numbers, n = file["labels"], file["numbers"], file["n"]
         recipe = dict(n=n, extractor=about)
@@ -281,14 +256,14 @@ def compare_features(files, real, reference, args, metrics, device):
             numbers["is_splits"] = dict(recipe, value=mean, splits=10, deviation=deviation)
         if "prdc" in metrics:
             say(f"{name}: precision, recall, density, coverage of {n} samples, {len(images)} real images")
-            for key, value in compare(real_features, features).items():
+            for key, value in prdc(real_features, features, args.k, radii).items():
                 numbers[key] = dict(recipe, value=value, k=args.k, reference=training)
         if "classwise" in metrics and labels is not None:
             classes, of_class = {}, f"{args.data}, the training images of each class"
             for c, class_name in enumerate(names):
                 points, fake = real_features[real_labels == c], features[labels == c]
                 fid = frechet_distance(*moments(points), *moments(fake))
-                classes[class_name] = dict(compare(points, fake, c), fid=fid)
+                classes[class_name] = dict(prdc(points, fake, args.k), fid=fid)
             for key in ("fid", *PRDC):
                 values = {class_name: row[key] for class_name, row in classes.items()}
                 numbers[f"cw_{key}"] = dict(recipe, value=sum(values.values()) / len(values), classes=values,
@@ -307,8 +282,7 @@ def match_pixels(images, labels, real_images, real_labels):
     """Samples of an exact score end on training images: are these of the right class, and how many differ?"""
     nearest = []
     for part in images.flatten(1).double().split(500):  # whole numbers are exact in float64
-        blocks = (block.double() for block in real_images.flatten(1).split(BLOCK))
-        distances = [torch.addmm(block.square().sum(1), part, block.T, alpha=-2) for block in blocks]
+        distances = [torch.cdist(part, block.double()) for block in real_images.flatten(1).split(BLOCK)]
         nearest.append(torch.cat(distances, 1).argmin(1))
     nearest = torch.cat(nearest)
     counts = zip(labels.bincount().tolist(), real_labels.bincount().tolist())
@@ -435,19 +409,16 @@ def make_extractor(real, args, metrics, device):
 def extract(images, about, network, args, device, name):
     """Features and logits, kept by content, 5,000 images per file: a run that was stopped continues."""
     key = [about["features"], about["sha256"], about.get("resize")]
-    progress, parts, done = Progress(len(images), 0, f"{name}: image"), [], 0
+    progress, parts = Progress(len(images), 0, f"{name}: image"), []
     for part in images.split(5000):
         path = pathlib.Path(args.root) / "features" / f"{about['features']}-{checksum([part, key])[:24]}.pt"
         try:
             parts.append(load_checkpoint(path))
-            done += len(part)
         except UserError:  # not there, or damaged
             rows = []
             for batch in part.split(args.batch):
-                with torch.no_grad():
-                    rows.append([v.cpu() for v in network(batch.to(device))])
-                done += len(batch)
-                progress(done)
+                rows.append([v.cpu() for v in network(batch.to(device))])
+                progress(5000 * len(parts) + sum(len(features) for features, _ in rows))
             features, logits = map(torch.cat, zip(*rows))
             parts.append(dict(features=features, logits=logits))
             save_checkpoint(path, parts[-1])
@@ -491,38 +462,30 @@ def train_clean(kind, network, config, images, labels, recipe, args, device):
 
 def read_samples(path):
     """Our .npz, guided-diffusion's, a folder or `test` → dict(path, images, labels, recipe[, folders])."""
-    file = dict(path=str(path), images=None, labels=None, recipe={})
-    if path.is_dir():
-        found, folders = read_folder(path, None)
-        if folders == ["."]:
-            return dict(file, images=found["images"])
-        return dict(file, folders=folders, **found)
+    file = dict(path=str(path), labels=None, recipe={})
     if str(path) == "test" and not path.exists():
         return dict(file, recipe=dict(split="test"))
+    if path.is_dir():
+        found, folders = read_folder(path, None)
+        labels = None if folders == ["."] else found["labels"]
+        return dict(file, images=found["images"], labels=labels, folders=folders)
     found = read_npz(path)
-    images = found.get("images", found.get("arr_0"))
+    images, labels = found.get("images", found.get("arr_0")), found.get("labels", found.get("arr_1"))
     if images is None:
-        wanted = "images, labels (or arr_0, arr_1); FID's mu, sigma go to --stats"
-        raise UserError(f"{path}: holds {', '.join(found) or 'nothing'}; expected {wanted}")
-    labels = found.get("labels", found.get("arr_1"))
+        raise UserError(f"{path}: has no images (or arr_0) but {list(found)}; mu and sigma go to --stats")
     return dict(file, images=images, labels=labels, recipe=found.get("recipe", {}))
 
 
-def use_recipe(args, files):
-    """Takes --data and --size from the first recipe that has them, where they are not given."""
-    recipe = next((file["recipe"] for file in files.values() if "data" in file["recipe"]), {})
-    if recipe and args.data in (None, recipe["data"]) and None in (args.data, args.size):
-        args.data, args.size = recipe["data"], args.size or recipe.get("size")
-        size = f" --size {args.size}" if args.size else ""
-        say(f"--data {args.data}{size}, as in the recipe of the samples")
-    args.data = args.data or "cifar10"
-
-
 def prepare(files, args, out):
-    """Checks everything before anything is computed → device, metrics, real images, FID's reference."""
+    """Completes args, checks all before the work starts → device, metrics, real images, FID's reference."""
     device = set_up(args)
     torch.set_float32_matmul_precision("highest")  # no TF32
     torch.backends.cudnn.allow_tf32 = False
+    recipe = next((file["recipe"] for file in files.values() if "data" in file["recipe"]), {})
+    if recipe and args.data in (None, recipe["data"]) and None in (args.data, args.size):
+        args.data, args.size = recipe["data"], args.size or recipe.get("size")
+        say(f"--data {args.data} --size {args.size}, as in the recipe of the samples")
+    args.data = args.data or "cifar10"
     metrics = set(METRICS if args.metrics in (None, "all") else args.metrics.split(","))
     if not metrics <= set(METRICS):
         raise UserError(f"--metrics {args.metrics}: must be all, or some of {','.join(METRICS)}")
@@ -532,11 +495,10 @@ def prepare(files, args, out):
         raise UserError(f"--paper: the paper has {' and '.join(PAPER)}, not --data {args.data}")
     reference, real, most = None, None, None
     if args.stats:
-        found, d = read_npz(args.stats), 2048 if args.features == "inception" else 8 * OWN["width"]
-        shapes = {key: value.shape for key, value in found.items()}
-        if (shapes.get("mu"), shapes.get("sigma")) != ((d,), (d, d)):
-            wanted = f"--features {args.features} needs mu ({d},), sigma ({d}, {d}); --save-stats writes it"
-            raise UserError(f"--stats {args.stats}: holds {shapes}; {wanted}")
+        found = read_npz(args.stats)
+        d = 2048 if args.features == "inception" else 8 * OWN["width"]
+        if [np.shape(found.get(key)) for key in ("mu", "sigma")] != [(d,), (d, d)]:
+            raise UserError(f"--stats {args.stats}: needs mu ({d},), sigma ({d}, {d}); --save-stats makes it")
         reference = found["mu"], found["sigma"]
     if args.features == "own" or args.save_stats or metrics - ({"is", "fid"} if args.stats else {"is"}):
         real = load_images(args.data, "train", args.size, args.root)
@@ -546,8 +508,7 @@ def prepare(files, args, out):
             file.update(images=images[:most].movedim(1, -1), labels=labels[:most])
         check_samples(file, real, args, metrics)
         most = max(most or 0, file["n"])
-    stats = args.save_stats and args.save_stats.absolute().parent
-    for folder in filter(None, (out, pathlib.Path(args.root) / "features", stats)):
+    for folder in filter(None, (out, pathlib.Path(args.root) / "features")):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # what cannot be written is an error now, not in hours
     return device, metrics, real, reference
@@ -556,26 +517,23 @@ def prepare(files, args, out):
 def check_samples(file, real, args, metrics):
     """Makes the images a tensor (N, C, H, W) and the labels one, or None; or an error that names the cure."""
     path, given = file["path"], file["labels"]
-    labels = np.zeros(len(file["images"]), int) if given is None else given
+    labels = np.zeros(np.shape(file["images"])[:1], int) if given is None else given
     images, labels = check_images(path, dict(images=file["images"], labels=labels))
     least = max(10, args.k + 1)
     if len(images) < least or images.max() <= 1:
         trouble = f"{len(images)} samples with pixel values up to {images.max()}"
         raise UserError(f"{path}: {trouble}; --k {args.k} needs at least {least}, with values from 0 to 255")
     file.update(images=images, labels=None, n=len(images), numbers={})
-    if not real:
-        return
-    real_images, _, names = real
-    if images.shape[1:] != real_images.shape[1:]:
-        ours, theirs = ("×".join(map(str, v.shape[1:])) for v in (images, real_images))
-        cure = f"choose --data, or --size {images.shape[2]}"
+    if real and images.shape[1:] != real[0].shape[1:]:
+        ours, theirs = list(images.shape[1:]), list(real[0].shape[1:])
+        cure = f"choose --data, or --size {ours[1]}"
         raise UserError(f"{path}: samples are {ours}, the images of --data {args.data} {theirs}; {cure}")
-    if given is None:
+    if given is None or not real:
         return
+    names = real[2]
     if "folders" in file:  # class names, or numbers
-        known = {name: c for c, name in enumerate(names)}
         try:
-            classes = [known[name] if name in known else int(name) for name in file["folders"]]
+            classes = [names.index(name) if name in names else int(name) for name in file["folders"]]
         except ValueError:
             raise UserError(f"{path}: its sub-folders must be named {names[0]}… or 0, 1, 2…") from None
         labels = torch.tensor(classes)[labels]
@@ -619,13 +577,12 @@ def markdown(columns, fid, real=()):
         ours = [name for name in cells if "n" in cells[name]]
         if not ours:
             continue
-        papers = [name for name in cells if name not in ours]
         texts = {name: f"{cells[name]['value']:.{digits if name in ours else 2}f}" for name in cells}
-        for rivals in ([name for name in ours if name not in real], papers):
+        for rivals in (set(ours) - set(real), set(cells) - set(ours)):
             values = {name: float(texts[name]) for name in rivals}
-            for name in rivals:
-                if best and len(rivals) > 1 and values[name] == best(values.values()):
-                    texts[name] = f"**{texts[name]}**"
+            if best and len(values) > 1:
+                top = best(values.values())
+                texts.update({name: f"**{texts[name]}**" for name in rivals if values[name] == top})
         for name, cell in cells.items():
             if "deviation" in cell:
                 texts[name] += f" ± {cell['deviation']:.2f}"

@@ -28,8 +28,8 @@ def sigma_at(t, sigma_min=0.01, sigma_max=50.0):
 
 
 def append_dims(value, x):
-    """(B,) → (B, 1, ...), to multiply x with."""
-    return value.view(-1, *[1] * (x.ndim - 1))
+    """(B,) → (B, 1, ...), to multiply x with; a number stays as it is."""
+    return value.view(-1, *[1] * (x.ndim - 1)) if torch.is_tensor(value) else value
 
 
 class NCSNpp(nn.Module):
@@ -104,7 +104,7 @@ class NCSNpp(nn.Module):
                 y = sigma.new_full(sigma.shape, self.config["classes"], dtype=torch.int64)
             e = e + self.label(y)
         elif y is not None:
-            raise UserError("this score model knows no classes; see train_score.py --conditional")
+            raise UserError("this score model knows no classes; --guidance free needs --conditional")
         e = F.silu(e)  # every block applies swish before its own projection
         pyramid = u / total if self.config["edm"] else u
         h = self.stem(pyramid)
@@ -153,13 +153,11 @@ class NoisyResNet(nn.Module):
         self.dense = nn.ModuleList(nn.Linear(128, w) for w in widths)
         self.layers = nn.ModuleList()
         inputs = width
-        for i, (w, count) in enumerate(zip(widths, {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}[depth])):
-            blocks = []
-            for j in range(count):
-                stride = 2 if i > 0 and j == 0 else 1
-                blocks.append(BasicBlock(inputs, w, stride, normalise, self.act))
-                inputs = w
-            self.layers.append(nn.Sequential(*blocks))
+        for w, count in zip(widths, {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}[depth]):
+            first = BasicBlock(inputs, w, normalise, self.act)
+            rest = [BasicBlock(w, w, normalise, self.act) for _ in range(count - 1)]
+            self.layers.append(nn.Sequential(first, *rest))
+            inputs = w
         self.linear = nn.Linear(inputs, classes)
         for part in (self.embed.first, self.embed.second):  # as released
             nn.init.xavier_uniform_(part.weight)
@@ -330,8 +328,7 @@ class ResBlock(nn.Module):
         self.project = nn.Linear(embedding, outputs)
         self.norm1, self.conv1 = group_norm(outputs), nn.Conv2d(outputs, outputs, 3, padding=1)
         self.dropout = nn.Dropout(dropout)
-        if resample or inputs != outputs:
-            self.shortcut = nn.Conv2d(inputs, outputs, 1)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1) if resample or inputs != outputs else nn.Identity()
 
     def forward(self, x, e):
         h = F.silu(self.norm0(x))
@@ -344,7 +341,7 @@ class ResBlock(nn.Module):
             x = fir_filter(F.conv2d(x, self.shortcut.weight), "up") + self.shortcut.bias[:, None, None]
         elif self.resample == "down":
             x = self.shortcut(fir_filter(x, "down"))
-        elif hasattr(self, "shortcut"):
+        else:
             x = self.shortcut(x)
         return (x + h).mul_(0.5**0.5)
 
@@ -367,13 +364,14 @@ class Attention(nn.Module):
 class BasicBlock(nn.Module):
     """The residual block of ResNet-18 and -34; nothing in place, since DLSM' differentiates twice."""
 
-    def __init__(self, inputs, outputs, stride, norm, act):
+    def __init__(self, inputs, outputs, norm, act):
         super().__init__()
         self.act = act
+        stride = 1 if inputs == outputs else 2  # the map halves where the width doubles
         self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), norm(outputs)
         self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), norm(outputs)
         self.shortcut = nn.Sequential()
-        if stride != 1 or inputs != outputs:
+        if stride == 2:
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
 
     def forward(self, x):
@@ -402,7 +400,11 @@ class UserError(Exception):
 
 
 def write_whole(path, data):
-    """Writes a temporary file, syncs and renames it: `path` is always the old file or the new one, whole."""
+    """Writes bytes, or what data(file) writes: `path` is always the old file or the new one, whole."""
+    if callable(data):
+        buffer = io.BytesIO()  # in memory first: a full disk is then an ordinary OSError
+        data(buffer)
+        data = buffer.getbuffer()
     path = pathlib.Path(path)
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
@@ -463,17 +465,13 @@ def checksum(value):
 
 def save_checkpoint(path, checkpoint):
     """A plain dict of tensors and plain values."""
-    buffer = io.BytesIO()  # in memory first: a full disk is then an ordinary OSError
-    torch.save(checkpoint, buffer)
-    write_whole(path, buffer.getbuffer())
+    write_whole(path, lambda file: torch.save(checkpoint, file))
 
 
 def load_checkpoint(path, device="cpu"):
     """The dict in a file, read without running any code."""
     with reading(path, "checkpoint"):
-        checkpoint = dict(torch.load(path, map_location=device, weights_only=True))
-    checkpoint.pop("checksum", None)  # of older files
-    return checkpoint
+        return dict(torch.load(path, map_location=device, weights_only=True))
 
 
 def load_model(path, device="cpu", kind=None):
@@ -525,9 +523,3 @@ def from_released(checkpoint):
     settings = dict(data=f"cifar{config.get('classes', 10)}", size=32, sigma_min=0.01, sigma_max=50.0)
     return dict(kind=kind, network=network, config=net.config, settings=settings, ema=None,
                 step=checkpoint.get("step"), weights=dict(zip(net.state_dict(), values, strict=True)))
-
-
-def export(path, out):
-    """Copies a checkpoint without what only training needs, the EMA as its weights: a quarter of the size."""
-    net = load_model(path)
-    save_checkpoint(out, dict(**net.about, weights=net.state_dict(), ema=None))

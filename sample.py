@@ -6,16 +6,13 @@
 Reads runs/RUN/score.pt and a classifier; writes runs/RUN/samples-GUIDANCE.npz and .png. Finished
 batches are on disk at once: the same command continues. Under torchrun processes share them.
 """
-import argparse
 import contextlib
-import io
 import itertools
 import json
 import math
 import pathlib
 import re
 import shutil
-import sys
 
 import numpy as np
 import torch
@@ -23,10 +20,9 @@ import torch.distributed as dist
 from PIL import Image, ImageDraw, ImageFont
 
 from models import ExactScore, UserError, append_dims, checksum, fold_batchnorm, sigma_at, write_whole
-from train_classifier import BUNDLED, likelihood_score, load_image_model, where
-from train_score import (CLASSES, Parser, Progress, bounded, caught_signals, derive_seed, difference,
-                         file_part, lock, network_call, rank_and_world, read_npz, run, run_folder, say,
-                         set_up, shared_flags, tag_of)
+from train_classifier import BUNDLED, likelihood_score, load_image_model
+from train_score import (CLASSES, RANK, WORLD, Parser, Progress, bounded, derive_seed, difference, file_part,
+                         lock, network_call, read_npz, run, run_folder, say, set_up, shared_flags)
 
 # ------------------------------------------------------------ 1. the story: guidance and samplers
 
@@ -62,20 +58,16 @@ def posterior_score(score_net, classifier=None, y=None, alpha=1.0, renormalize=F
         a = alpha(sigma) if callable(alpha) else alpha
         if classifier is not None:
             return s + likelihood_score(classifier, x, sigma, labels, a, renormalize)
-        if callable(alpha):
-            a = append_dims(a, x)
-        return s + a * (score_net(x, sigma, labels) - s)
+        return s + append_dims(a, x) * (score_net(x, sigma, labels) - s)
 
     return score
 
 
 def check(score, step, sigma):
     """An error where a score is zero, infinite or NaN: the one wait of an evaluation on a GPU."""
-    size = score.abs().amax().item()
-    if not math.isfinite(size) or size == 0:
-        trouble = "zero" if size == 0 else "not finite"
-        cure = "try a smaller --alpha or more --steps"
-        raise UserError(f"the score is {trouble} at step {step}, σ = {sigma:.4g}; {cure}")
+    if not 0 < score.abs().amax().item() < math.inf:
+        where = f"at step {step}, σ = {sigma:.4g}"
+        raise UserError(f"the score is zero or not finite {where}; try a smaller --alpha or more --steps")
 
 
 def pc_sampler(score, x, sigmas, snr=0.16, corrector_steps=1, per_sample=False, noise=torch.randn_like):
@@ -95,9 +87,7 @@ def pc_sampler(score, x, sigmas, snr=0.16, corrector_steps=1, per_sample=False, 
             norm_s, norm_z = s.flatten(1).norm(dim=1), z.flatten(1).norm(dim=1)
             if not per_sample:
                 norm_s, norm_z = norm_s.mean(), norm_z.mean()
-            epsilon = 2 * (snr * norm_z / norm_s) ** 2
-            if per_sample:
-                epsilon = append_dims(epsilon, x)
+            epsilon = append_dims(2 * (snr * norm_z / norm_s) ** 2, x)
             x = x + epsilon * s + (2 * epsilon).sqrt() * z
         if below < sigma:
             variance = sigma**2 - below**2
@@ -158,10 +148,7 @@ def sample_batch(score, numbers, recipe, shape, device):
     steps, low, high = recipe["steps"], recipe["sigma_min"], recipe["sigma_max"]
     own = {key: recipe[key] for key in SAMPLERS[recipe["sampler"]]}
     sampler, rho = (heun_sampler, 7) if recipe["sampler"] == "heun" else (pc_sampler, None)
-    x = sampler(score, high * noise(None), sigma_grid(steps, low, high, rho), noise=noise, **own)
-    if not x.isfinite().all():
-        raise UserError(f"the images are not finite after the last step, σ = {low}; try a smaller --alpha")
-    return x
+    return sampler(score, high * noise(None), sigma_grid(steps, low, high, rho), noise=noise, **own)
 
 
 def to_uint8(x):
@@ -173,14 +160,11 @@ def make_parser():
     shared_flags(parser)
     parser.group("guidance")
     parser.flag("--guidance", "dlsm", "none, base (L_CE), scaling (L_CE, α = 10), dlsm (L_Total), renorm "
-                "(L_CE, Eq. A2), free (conditional score) or oracle (exact score)", choices=list(GUIDANCE),
-                metavar="METHOD")
-    parser.flag("--alpha", None, "guidance scale, a list (0.5,1,3), or auto, as --diagnose measured", alphas)
-    parser.flag("--guide-sigma", None, "guide only between these noise levels; auto: where there is a gain",
-                noise_levels, metavar="A,B")
+                "(L_CE, Eq. A2), free (conditional score) or oracle (exact score)", choices=list(GUIDANCE))
+    parser.flag("--alpha", None, "guidance scale, a list (0.5,1,3), or auto, as --diagnose measured", floats)
+    parser.flag("--guide-sigma", None, "guide only from σ = A to B: A,B, or auto, where it gains", floats)
     parser.flag("--score", None, "score checkpoint, ours or the authors' (default: runs/RUN/score.pt)")
-    parser.flag("--classifier", None, "classifier checkpoint (default: runs/RUN/classifier-LOSS.pt)",
-                metavar="FILE")
+    parser.flag("--classifier", None, "classifier checkpoint (default: runs/RUN/classifier-LOSS.pt)")
     parser.group("samples")
     parser.flag("--out", None, "folder of the output (default: the run's; for bundled weights runs/NAME)")
     parser.flag("--tag", None, "adds -TAG to the name of the output, for variants", file_part)
@@ -194,8 +178,7 @@ def make_parser():
     parser.flag("--steps", None, "sampler steps (default: 40 for heun, 1000 for pc)", bounded(int, 2, 10**6))
     parser.flag("--gamma", 1.0, "heun: fresh noise before each step; 0 is the ODE", bounded(float, 0, 10))
     parser.flag("--snr", 0.16, "pc: signal-to-noise ratio of the Langevin steps", bounded(float, 1e-6, 10))
-    parser.flag("--corrector-steps", 1, "pc: Langevin steps per noise level", bounded(int, 0, 1000),
-                metavar="N")
+    parser.flag("--corrector-steps", 1, "pc: Langevin steps per noise level", bounded(int, 0, 1000))
     parser.flag("--per-sample", False, "pc: norms of each image by itself, not the batch's mean as released")
     parser.flag("--amp", False, "the score network in bfloat16 (CUDA)")
     parser.flag("--compile", False, "torch.compile the score network")
@@ -208,19 +191,17 @@ def main():
     device, folder = set_up(args), run_folder(args)
     loss, own_alpha, renormalize = GUIDANCE[args.guidance]
     path = pathlib.Path(args.score or folder / "score.pt")
-    score_net = load_image_model(path, device, "score", f"train_score.py {where(args)}")
+    score_net = load_image_model(path, device, "score", "train_score.py", args)
     settings, config, exact = score_net.about["settings"], score_net.config, isinstance(score_net, ExactScore)
     names = settings.get("classes") or CLASSES.get(settings["data"]) or range(10)
     if args.guidance == "oracle" and not exact:
         raise UserError("--guidance oracle: needs a score model of train_score.py --preset exact")
-    if args.guidance == "free" and "classes" not in config:
-        raise UserError("--guidance free: needs a score model of train_score.py --conditional")
     classifier = None
     if loss:
-        tagged, plain = folder / f"classifier-{loss}{tag_of(args)}.pt", folder / f"classifier-{loss}.pt"
+        tagged, plain = folder / f"classifier-{loss}{args.tag or ''}.pt", folder / f"classifier-{loss}.pt"
         path = pathlib.Path(args.classifier or (tagged if tagged.exists() else plain))
-        maker = f"train_classifier.py --loss {loss} {where(args)}"
-        classifier = load_image_model(path, device, "classifier", maker)
+        maker = f"train_classifier.py --loss {loss}"
+        classifier = fold_batchnorm(load_image_model(path, device, "classifier", maker, args))
         if classifier.config["channels"] != config["channels"]:
             raise UserError(f"--classifier {path}: is not for images of {config['channels']} channels")
         if classifier.about["settings"].get("score_sha", score_net.about["sha"]) != score_net.about["sha"]:
@@ -234,9 +215,9 @@ def main():
         n += len(chosen) - n % len(chosen)
         say(f"--n {args.n}: {n} images, equally many of the {len(chosen)} classes")
     rows, interval = [], args.guide_sigma
-    if interval == "auto" or "auto" in (args.alpha or []):
+    if "auto" in (args.alpha or []) + (interval or []):
         rows = read_diagnosis(folder, path.stem, (classifier or score_net).about["sha"])
-    if interval == "auto":
+    if interval == ["auto"]:
         interval = levels_with_gain(rows)
     shape = (config["channels"], config["image_size"], config["image_size"])
     recipe = dict(guidance=args.guidance, renormalize=renormalize, n=n, classes=chosen, seed=args.seed,
@@ -244,49 +225,47 @@ def main():
                   sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"], data=settings["data"],
                   size=shape[1], amp=args.amp, score=score_net.about["sha"],
                   classifier=classifier and classifier.about["sha"], guide_sigma=interval and list(interval),
-                  **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})
-    if exact:
-        recipe["exact"] = True
+                  exact=exact or None, **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})
     score_call = network_call(score_net, args.amp and not exact, args.compile and not exact, device)
-    classifier_call = fold_batchnorm(classifier) if classifier else None
     bundled = folder.resolve().parent == BUNDLED.resolve()
     out = pathlib.Path(args.out or (f"runs/{folder.name}" if bundled else folder))
-    with caught_signals() as stop:
-        for alpha in args.alpha or [own_alpha]:
-            one, scale = {**recipe, "alpha": alpha}, alpha
-            if alpha == "auto":
-                one["alpha_sha"] = checksum([[row["sigma"], row["alpha"]] for row in rows])[:16]
-                scale = best_scale(rows, device)
+    for alpha in args.alpha or [own_alpha]:
+        one, scale = {**recipe, "alpha": alpha}, alpha
+        if alpha == "auto":
+            one["alpha_sha"] = checksum([[row["sigma"], row["alpha"]] for row in rows])[:16]
+            scale = best_scale(rows, device)
 
-            def score_for(labels):
-                y = None if args.guidance == "none" else torch.as_tensor(labels, device=device)
-                return posterior_score(score_call, classifier_call, y, scale, renormalize, interval)
+        def score_for(labels):
+            y = None if args.guidance == "none" else torch.as_tensor(labels, device=device)
+            return posterior_score(score_call, classifier, y, scale, renormalize, interval)
 
-            end = "" if alpha == own_alpha else f"-a{alpha}".removesuffix(".0")
-            path = out / f"samples-{args.guidance}{end}{tag_of(args)}.npz"
-            make_samples(path, one, score_for, shape, device, args, names, stop)
+        end = "" if alpha == own_alpha else f"-a{alpha}".removesuffix(".0")
+        path = out / f"samples-{args.guidance}{end}{args.tag or ''}.npz"
+        make_samples(path, one, score_for, shape, device, args, names)
 
 
 # ------------------------------------------------------------ 2. what it needs: files, diagnosis, pictures
 
 
-def make_samples(path, recipe, score_for, shape, device, args, names, stop):
+def make_samples(path, recipe, score_for, shape, device, args, names):
     """One file of samples with its pictures; what is there already is not made again."""
-    rank, _ = rank_and_world()
     labels = np.resize(np.array(recipe["classes"], dtype=np.int64), recipe["n"])
+    parts = path.with_name(f"{path.stem}-{checksum(recipe)[:8]}.parts")  # other recipes: elsewhere
     with lock(path):  # which only the first process takes
-        if path.exists() and not args.restart:
-            found = read_npz(path)
-            if changed := difference(found.get("recipe", {}), recipe):
-                raise UserError(f"{path} was made with {changed}; --tag T keeps both, --restart starts over")
-            images = found["images"]
-            say(f"{path}: finished already ({recipe['n']} images); --restart starts over")
-        else:
-            images = sample(path, recipe, labels, score_for, shape, device, args.restart, stop)
+        if args.restart or not path.exists():
+            sample(path, parts, recipe, labels, score_for, shape, device, args.restart)
             say(f"{path}: {recipe['n']} images")
-        if rank > 0:
+        elif changed := difference(read_npz(path).get("recipe", {}), recipe):
+            raise UserError(f"{path} was made with {changed}; --tag T keeps both, --restart starts over")
+        else:
+            say(f"{path}: finished already ({recipe['n']} images); --restart starts over")
+        if RANK > 0:
             return
-        shown = [drawable(names[c], c) for c in recipe["classes"]] if recipe["guidance"] != "none" else None
+        shutil.rmtree(parts, ignore_errors=True)  # also where a kill came between the file and this
+        images = read_npz(path)["images"]
+        shown = None
+        if recipe["guidance"] != "none":  # a number where the font may lack letters of the name
+            shown = [names[c] if names[c].isascii() else str(c) for c in recipe["classes"]]
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
         save_grid(path.with_suffix(".png"), [pixels[labels == c][:16] for c in recipe["classes"]], shown)
         strip = path.with_name(f"{path.stem}-strip.png")
@@ -299,13 +278,11 @@ def make_samples(path, recipe, score_for, shape, device, args, names, stop):
             Image.fromarray(image.squeeze()).save(file)
 
 
-def sample(path, recipe, labels, score_for, shape, device, restart, stop):
-    """Samples this process's share of the batches that are not on disk yet, writes the file → its images."""
-    rank, world = rank_and_world()
+def sample(path, parts, recipe, labels, score_for, shape, device, restart):
+    """Samples this process's share of the batches that are not on disk yet, then writes the file."""
     n, batch = recipe["n"], recipe["batch"]
     # Sorted by class, as released: the Langevin norms of a batch are then one class's mean, where it fits.
     batches = np.split(np.argsort(labels, kind="stable"), range(batch, n, batch))
-    parts = path.with_name(f"{path.stem}-{checksum(recipe)[:8]}.parts")  # other recipes: elsewhere
     files = [parts / f"{b:06d}.npz" for b in range(len(batches))]
     missing = [b for b in range(len(batches)) if restart or not readable(files[b])]
     done = n - sum(len(batches[b]) for b in missing)
@@ -315,31 +292,26 @@ def sample(path, recipe, labels, score_for, shape, device, restart, stop):
         score, calls = score_for(labels[batches[b]]), itertools.count()
 
         def one_evaluation(x, sigma):
-            if stop:
-                ready = f"{sum(file.exists() for file in files)} of {len(files)} batches are done"
-                say(f"{path}: stopped, {ready}; the same command continues")
-                sys.exit(128 + stop[0])
             progress(min(done + len(x) * next(calls) / evaluations, n - 1))
             return score(x, sigma)
 
-        if b % world == rank:
+        if b % WORLD == RANK:
             x = sample_batch(one_evaluation, batches[b], recipe, shape, device)
-            write_whole(files[b], npz_bytes(images=to_uint8(x).permute(0, 2, 3, 1).numpy()))
+            pixels = to_uint8(x).permute(0, 2, 3, 1).numpy()
+            write_whole(files[b], lambda file: np.savez(file, images=pixels))
         done += len(batches[b])
-    if world > 1:
+    if WORLD > 1:
         dist.barrier()
-    if rank > 0:
-        return None
+    if RANK > 0:
+        return
     images = np.empty((n, *shape[1:], shape[0]), np.uint8)
     for file, numbers in zip(files, batches):
         images[numbers] = read_npz(file)["images"]
     arrays = dict(images=images, recipe=np.array(json.dumps(recipe)))
     if recipe["guidance"] != "none":
         arrays["labels"] = labels
-    write_whole(path, npz_bytes(**arrays))
-    shutil.rmtree(parts, ignore_errors=True)
+    write_whole(path, lambda file: np.savez(file, **arrays))
     progress(n)
-    return images
 
 
 def watch(recipe, score_for, shape, device):
@@ -367,14 +339,11 @@ def sample_pictures(score, path, shape, sigma_max, device):
 def read_diagnosis(folder, name, sha):
     """What train_classifier.py --diagnose measured for these weights: one dict per noise level."""
     path, cure = folder / "diagnose.json", "python train_classifier.py --diagnose makes it anew"
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError):
         tables = json.loads(path.read_text())
-        rows, measured = tables[name], tables["weights"][name]
-    except (OSError, ValueError, KeyError):
-        raise UserError(f"auto: {path} is missing, damaged or does not know {name}; {cure}") from None
-    if measured != sha:
-        raise UserError(f"auto: {path} was measured with other weights of {name}; {cure}")
-    return rows
+        if tables["weights"][name] == sha:
+            return tables[name]
+    raise UserError(f"auto: {path} is missing, damaged, or without {name} as it is now; {cure}")
 
 
 def best_scale(rows, device):
@@ -404,19 +373,6 @@ def levels_with_gain(rows):
 COLOURS = ["#1f6fb4", "#e07b1a", "#2c9150", "#c23b3b", "#7b56a8", "#7a7a7a", "#b8860b", "#2aa6b0"]
 
 
-def save_png(path, image):
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", optimize=True)
-    write_whole(path, buffer.getvalue())
-
-
-def drawable(name, number):
-    """The name of a class, or its number where the font lacks a letter of the name."""
-    font = ImageFont.load_default(15)
-    unknown = bytes(font.getmask("\U0010ffff"))
-    return str(number) if any(bytes(font.getmask(letter)) == unknown for letter in name) else name
-
-
 def save_grid(path, rows, names=None):
     """A picture of images (uint8, C×H×W), one row for each of `rows`, with the rows' names on the left."""
     size, font = rows[0][0].shape[-1], ImageFont.load_default(15)
@@ -431,7 +387,7 @@ def save_grid(path, rows, names=None):
             picture.paste(pixels, (left + j * (side + 2), top))
         if names:
             ImageDraw.Draw(picture).text((left - 6, top + side // 2), names[i], "black", font, anchor="rm")
-    save_png(path, picture)
+    write_whole(path, lambda file: picture.save(file, "PNG", optimize=True))
 
 
 def draw_curve(path):
@@ -439,25 +395,23 @@ def draw_curve(path):
     log = path.with_suffix(".jsonl")
     records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     curve = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    if curve:
+    if curve and RANK == 0:
         panel = dict(title=path.name, x="step", y="loss", log_y=True, lines=[("", *zip(*curve))])
-        chart(path.with_suffix(".png"), [panel])
+        chart(path.with_suffix(".png"), [panel], columns=1)
 
 
-def chart(path, panels, columns=None):
+def chart(path, panels, columns):
     """Panels of dict(lines=[(name, xs, ys[, low, high])] or bars, title, x, y, log_x, log_y, y_range)."""
-    columns, width, height = columns or len(panels), 460, 385
-    picture = Image.new("RGB", (width * columns, height * math.ceil(len(panels) / columns)), "white")
+    picture = Image.new("RGB", (460 * columns, 385 * math.ceil(len(panels) / columns)), "white")
     for i, panel in enumerate(panels):
-        plot = draw_panel(**panel).resize((width, height), Image.Resampling.LANCZOS)
-        picture.paste(plot, (i % columns * width, i // columns * height))
-    save_png(path, picture)
+        picture.paste(draw_panel(**panel).reduce(3), (i % columns * 460, i // columns * 385))
+    write_whole(path, lambda file: picture.save(file, "PNG", optimize=True))
 
 
 def draw_panel(lines=(), bars=(), title="", x="", y="", log_x=False, log_y=False, y_range=None):
     """One plot, three times as large as in the file: antialiased when it is reduced."""
     picture = Image.new("RGB", (1380, 1155), "white")
-    x0, y0, x1, y1 = 186, 102, 1320, 852  # its frame
+    x0, y0, x1, y1 = 150, 150, 1320, 852  # its frame
     pen, font = ImageDraw.Draw(picture, "RGBA"), ImageFont.load_default(39)
     place_x, x_ticks = axis([line[1] for line in lines] or [[-0.5, len(bars) - 0.5]], log_x, x0, x1)
     values = [y_range] if y_range else [ys for line in lines for ys in line[2:]] or [[0, *bars]]
@@ -485,11 +439,9 @@ def draw_panel(lines=(), bars=(), title="", x="", y="", log_x=False, log_y=False
             pen.line([(left, row), (left + 54, row)], colour, 9)
             pen.text((left + 66, row), name, "black", font, anchor="lm")
     pen.rectangle([x0, y0, x1, y1], outline="#555555", width=3)
-    pen.text(((x0 + x1) / 2, y0 - 24), title, "black", ImageFont.load_default(45), anchor="mb")
+    pen.text(((x0 + x1) / 2, 24), title, "black", ImageFont.load_default(45), anchor="mt")
+    pen.text((x0, y0 - 18), y, "black", font, anchor="ls")
     pen.text(((x0 + x1) / 2, y1 + 108), x, "black", font, anchor="ms")
-    upright = Image.new("L", (y1 - y0, 60))
-    ImageDraw.Draw(upright).text(((y1 - y0) / 2, 30), y, 255, font, anchor="mm")
-    picture.paste("black", (0, y0), upright.rotate(90, expand=True))
     return picture
 
 
@@ -503,9 +455,8 @@ def axis(values, log, start, end, margin=0.0):
         part = (scaled(values) - low) / (high - low)
         return start + (end - start) * part.clip(-0.02, 1.02)  # what is outside, as log 0, ends at the edge
 
-    known = scaled(np.concatenate(values))
-    known = known[np.isfinite(known)]
-    low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
+    known = np.ma.masked_invalid(scaled(np.concatenate(values)))  # without log 0
+    low, high = known.min(), known.max()
     space = margin * (high - low) if high > low else 0.5
     low, high = low - space, high + space
     power = 10.0 ** math.floor(math.log10((high - low) / 4))
@@ -520,33 +471,16 @@ def axis(values, log, start, end, margin=0.0):
 # ------------------------------------------------------------ 3. machinery: files and flags
 
 
-def npz_bytes(**arrays):
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    return buffer.getvalue()
-
-
 def readable(path):
-    try:
+    with contextlib.suppress(UserError):
         return bool(read_npz(path))
-    except UserError:
-        return False
+    return False
 
 
-def alphas(text):
+def floats(text):
     """An argparse type: '3' or '0.5,1,3' or 'auto' → a list of numbers, or of 'auto'."""
     number = bounded(float, 0, 1e4)
     return list(dict.fromkeys(item if item == "auto" else number(item) for item in text.split(",")))
-
-
-def noise_levels(text):
-    """An argparse type: 'LOW,HIGH' → two numbers; or 'auto'."""
-    if text == "auto":
-        return text
-    levels = alphas(text)
-    if len(levels) != 2 or "auto" in levels or levels[0] >= levels[1]:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not LOW,HIGH with LOW below HIGH")
-    return levels
 
 
 def choose_classes(text, names):
@@ -565,11 +499,13 @@ def check_flags(args):
     unguided = ["alpha", "guide_sigma", "classifier"]
     useless = dict(heun=SAMPLERS["pc"], pc=SAMPLERS["heun"], none=unguided, oracle=unguided,
                    free=["classifier"])
-    for flag, choice in (("--sampler", args.sampler), ("--guidance", args.guidance)):
+    for choice in (args.sampler, args.guidance):
         for key in useless.get(choice, []):
             if getattr(args, key) != make_parser().get_default(key):
-                name = key.replace("_", "-")
-                raise UserError(f"--{name} with {flag} {choice}: has no effect there; leave it out")
+                raise UserError(f"--{key.replace('_', '-')} with {choice}: has no effect there; leave it out")
+    levels = args.guide_sigma
+    if levels not in (None, ["auto"]) and (len(levels) != 2 or "auto" in levels or levels[0] >= levels[1]):
+        raise UserError("--guide-sigma: must be auto, or LOW,HIGH with LOW below HIGH")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ paper's, in which σ meets x in the last layer, so that the gradient of its logi
 """
 import concurrent.futures
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -24,14 +23,15 @@ import signal
 import sys
 import threading
 import time
+import typing
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from evaluate import prdc
-from models import ExactScore, ToyNet, UserError, load_checkpoint, load_model, sigma_at, write_whole
-from sample import COLOURS, chart, pc_sampler, posterior_score, save_png
+from models import ExactScore, ToyNet, load_checkpoint, load_model, sigma_at, write_whole
+from sample import COLOURS, chart, pc_sampler, posterior_score
 from train_classifier import ce_loss, dlsm_loss, likelihood_score, total_loss
 from train_score import (Parser, Plan, Progress, bounded, derive_seed, dsm_loss, fit, from_preset, lock, run,
                          sample_noise, say, set_up)
@@ -75,6 +75,7 @@ PAPER = {  # Tables 1 and A3, classes c1 and c2
 PAPER.update(ce=PAPER["a"], total=PAPER["d"])
 # Where D_P and D_L are taken: 35×35 points on [−40, 40] × [−25, 25], regular as released, from below.
 GRID = torch.cartesian_prod(torch.linspace(-25, 25, 35), torch.linspace(-40, 40, 35)).flip(1)
+LEVEL = torch.full((len(GRID),), SIGMA)
 
 
 def moons(n=10_000):
@@ -92,8 +93,7 @@ def oracle_score(x, points, sigma):
     return ExactScore(points.to(x.dtype), labels).to(x.device)(x, sigma)
 
 
-@dataclasses.dataclass(frozen=True)
-class Nets:
+class Nets(typing.NamedTuple):
     """The networks of one seed: the score models "score", "c1" and "c2", and a classifier for each loss."""
     out: pathlib.Path
     join: str
@@ -130,8 +130,7 @@ def method_scores(key, c, nets, n=10_000):
 
 def score_errors(key, nets):
     """E[D_P] and E[D_L] (Eq. 7) of both classes: the mean distance to the oracle's scores over the grid."""
-    x = GRID.to(nets.device)
-    sigma = torch.full_like(x[:, 0], SIGMA)
+    x, sigma = GRID.to(nets.device), LEVEL.to(nets.device)
     errors = dict(D_P=[], D_L=[])
     for c in (0, 1):
         for name, score, truth in zip(errors, method_scores(key, c, nets), method_scores("e", c, nets)):
@@ -161,10 +160,6 @@ def main():
     out, joins = pathlib.Path(args.out), preset["joins"]
     seeds = range(args.seed, args.seed + args.seeds)
     runs = [Nets(out, join, seed, device) for seed in seeds for join in joins]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be a folder ({error.strerror}); choose another") from None
     with lock(out / "table.json"), worker_pool() if device == "cpu" else contextlib.nullcontext() as pool:
         for names in (("score", "c1", "c2", "ce"), ("total", "dlsm")):  # these two need "score"
             tasks = [(nets, name, preset, args.restart) for name in names for nets in runs]
@@ -222,8 +217,7 @@ def train(nets, name, preset, restart=False):
             return total_loss(net, score_net, x, sigma, y, z, LAMBDA, POWER, reduce="mean")
         return dsm_loss(net, x, sigma, z, POWER)
 
-    grid = GRID.to(nets.device)
-    level = torch.full_like(grid[:, 0], SIGMA)
+    grid, level = GRID.to(nets.device), LEVEL.to(nets.device)
     truths = [method_scores("e", c, nets)[1](grid, level) for c in (0, 1)]
     fixed = [v.to(nets.device) for v in batch(torch.Generator().manual_seed(0), 0, 5_000)]
 
@@ -270,10 +264,9 @@ def over_seeds(rows):
     summary = {}
     for name in rows[0]:
         values = np.array([row[name] for row in rows], float)  # None becomes NaN
-        missing = np.isnan(values).any()
-        summary[name] = None if missing else values.mean(0).tolist()
-        if len(rows) > 1:
-            summary[f"{name}_std"] = None if missing else values.std(0, ddof=1).tolist()
+        summary[name] = None if np.isnan(values).any() else values.mean(0).tolist()
+        if len(rows) > 1 and summary[name]:
+            summary[f"{name}_std"] = values.std(0, ddof=1).tolist()
     return summary
 
 
@@ -301,8 +294,7 @@ def paint_figure1(path, nets, samples):
     keys = [key for key in METHODS if key != "renorm"]
     picture = Image.new("RGB", (left + len(keys) * (K * W + 30), top + 3 * (K * H + 30) + 102), "white")
     pen, font = ImageDraw.Draw(picture, "RGBA"), ImageFont.load_default(60)
-    grid, (points, labels) = GRID.to(nets.device), moons(400)
-    sigma = torch.full_like(grid[:, 0], SIGMA)
+    grid, level, (points, labels) = GRID.to(nets.device), LEVEL.to(nets.device), moons(400)
     for row, (column, key) in itertools.product(range(3), enumerate(keys)):
         x0, y0 = left + column * (K * W + 30), top + row * (K * H + 30)
 
@@ -310,7 +302,7 @@ def paint_figure1(path, nets, samples):
             return [(x0 + K * (W / 2 + x), y0 + K * (H / 2 - y)) for x, y in points]
 
         if row < 2:
-            score, truth = (method_scores(k, row, nets)[0](grid, sigma).cpu() for k in (key, "e"))
+            score, truth = (method_scores(k, row, nets)[0](grid, level).cpu() for k in (key, "e"))
             shade = (255 - 300 * (score - truth).norm(dim=1).clamp(max=0.5)).byte().view(35, 35).flip(0)
             shade = torch.stack([torch.full_like(shade, 255), shade, shade], 2).numpy()
             picture.paste(Image.fromarray(shade).resize((K * W, K * H), Image.Resampling.BICUBIC), (x0, y0))
@@ -333,7 +325,7 @@ def paint_figure1(path, nets, samples):
         pen.text((left / 2, y0 + K * H / 2), text, "black", font, anchor="mm", align="center")
     note = "84 x 53 units, sigma = 7.5. Red: distance to the oracle score, full at 0.5. Lines: the data."
     pen.text((left, picture.height - 60), note, "#444444", font, anchor="lm")
-    save_png(path, picture.resize((picture.width // 3, picture.height // 3), Image.Resampling.LANCZOS))
+    write_whole(path, lambda file: picture.reduce(3).save(file, "PNG", optimize=True))
 
 
 def paint_figure5(path, runs, joins):
@@ -367,7 +359,7 @@ def paint_figureA1(path):
         q = q / torch.trapezoid(q, x)[:, None]
         lines = [(name, x, density) for name, density in zip(names, (prior, *log_p.exp(), *q))]
         panels.append(dict(title=f"alpha = {alpha:g}", x="x", y="density", lines=lines, y_range=(0, 0.55)))
-    chart(path, panels)
+    chart(path, panels, columns=3)
 
 
 # ------------------------------------------------------------ 3. machinery: worker processes
@@ -381,15 +373,12 @@ def worker_pool():
     with concurrent.futures.ProcessPoolExecutor(min(16, cores), spawn, start_worker) as pool:
         try:
             yield pool
-        except BaseException as error:
+        except BaseException:
             # Upon SIGTERM `fit` saves. It is sent until they are gone: one in its last step takes a new task.
             while workers := multiprocessing.active_children():
                 for worker in workers:
                     worker.terminate()
                 time.sleep(0.1)
-            if isinstance(error, concurrent.futures.process.BrokenProcessPool):
-                reason = "a worker process was ended, perhaps for want of memory"
-                raise UserError(f"{reason}; the same command continues") from None
             raise
 
 
@@ -412,9 +401,7 @@ def start_worker():
     """A worker is silent, since the parent speaks for all, and ends with it, even if that is killed."""
     def end_with_parent():
         multiprocessing.parent_process().join()
-        while True:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)
+        os._exit(1)
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     torch.set_num_threads(1)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 from models import (ExactScore, NCSNpp, NoisyResNet, UserError, append_dims, checksum, load_model, sigma_at,
                     write_whole)
-from train_score import (CLIP, Parser, Plan, bounded, derive_seed, fit, from_preset, image_batches, introduce,
-                         load_images, lock, network_call, rank_and_world, run, run_folder, say, set_up,
-                         shared_flags, tag_of)
+from train_score import (CLIP, RANK, WORLD, Parser, Plan, bounded, derive_seed, fit, from_preset,
+                         image_batches, introduce, load_images, lock, network_call, run, run_folder, say,
+                         set_up, shared_flags)
 
 # ------------------------------------------------------------ 1. the story: likelihood score matching
 
@@ -27,14 +27,12 @@ PRESETS = {  # reduce: DLSM' as the mean over pixels, or as their sum, beside λ
     # batch is as printed, the release has 150; with 100 classes it warms up over 1,000 steps, and so do we.
     "paper": dict(depth=18, width=64, norm="batch", scaled=False, act="relu", lam=1.0, power=0.0,
                   reduce="mean", steps=60_000, batch=100, lr=2e-4, cosine=False, save_every=5_000),
-    # One GPU, hours: the same network, its input scaled, smooth; the learning rate decays; DLSM' weighs as
-    # the divergence that it is (see `explained_nats`).
-    "lite": dict(depth=18, width=64, norm="batch", scaled=True, act="silu", lam=1.0, power=2.0, reduce="sum",
-                 steps=60_000, batch=100, lr=2e-4, cosine=True, save_every=5_000),
-    # A CPU, minutes.
-    "tiny": dict(depth=18, width=16, norm="batch", scaled=True, act="silu", lam=1.0, power=2.0, reduce="sum",
-                 steps=2_000, batch=100, lr=1e-3, cosine=True, save_every=1_000),
 }
+# One GPU, hours: the same network, its input scaled, smooth; the learning rate decays; DLSM' weighs as the
+# divergence that it is (see `explained_nats`).
+PRESETS["lite"] = dict(PRESETS["paper"], scaled=True, act="silu", power=2.0, reduce="sum", cosine=True)
+# A CPU, minutes.
+PRESETS["tiny"] = dict(PRESETS["lite"], width=16, steps=2_000, lr=1e-3, save_every=1_000)
 WEIGHTS = {"ce": [], "dlsm": ["power", "reduce"], "total": ["power", "reduce", "lam"]}  # what a loss heeds
 
 
@@ -44,16 +42,13 @@ def likelihood_score(classifier, x, sigma, y, alpha=1.0, renormalize=False, crea
     The one place where this gradient is taken: DLSM' wants its graph, guidance does not. `classifier(x, σ)`
     gives logits (B, classes), y is (B,), α a number or (B,).
     """
-    each = isinstance(alpha, torch.Tensor) and alpha.ndim == 1
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         log_p = F.log_softmax(classifier(x, sigma), 1)
         if renormalize:
-            log_p = F.log_softmax((alpha[:, None] if each else alpha) * log_p, 1)
+            log_p = F.log_softmax(append_dims(alpha, log_p) * log_p, 1)
         score, = torch.autograd.grad(log_p.gather(1, y[:, None]).sum(), x, create_graph=create_graph)
-    if renormalize:
-        return score
-    return score * (append_dims(alpha, x) if each else alpha)
+    return score if renormalize else append_dims(alpha, x) * score
 
 
 def ce_loss(classifier, x, sigma, y, z):
@@ -101,8 +96,7 @@ def make_parser():
     parser = Parser(__doc__)
     shared_flags(parser, PRESETS)
     parser.group("the classifier")
-    parser.flag("--loss", "total", "ce (the base method), dlsm (DLSM' alone) or total (L_DLSM' + λ L_CE)",
-                choices=["ce", "dlsm", "total"], metavar="LOSS")
+    parser.flag("--loss", "total", "ce (base), dlsm or total (L_DLSM' + λ L_CE)", choices=list(WEIGHTS))
     parser.flag("--lam", None, "λ, the weight of the cross-entropy in L_Total", bounded(float, 0, 1e6))
     parser.flag("--power", None, "DLSM' is weighted with σ^POWER (paper: 0)", bounded(float, -4, 4))
     parser.flag("--reduce", None, "DLSM' as mean (paper) or sum over the pixels", choices=["mean", "sum"])
@@ -115,10 +109,8 @@ def make_parser():
     parser.group("diagnosis")
     parser.flag("--diagnose", False, "no training: the score mismatch of all classifiers of this run")
     parser.flag("--truth", None, "an exact score (train_score.py --preset exact): D_P and D_L of Table 1")
-    parser.flag("--diagnose-n", 2000, "images per noise level; in training an eighth", bounded(int, 8, 10**6),
-                metavar="N")
-    parser.flag("--diagnose-every", 5000, "steps between diagnoses in training", bounded(int, 1, 10**9),
-                metavar="N")
+    parser.flag("--diagnose-n", 2000, "images per noise level; in training an eighth", bounded(int, 8, 10**6))
+    parser.flag("--diagnose-every", 5000, "steps between diagnoses in training", bounded(int, 1, 10**9))
     return parser
 
 
@@ -128,12 +120,11 @@ def main():
         if getattr(args, flag) is not None and flag not in WEIGHTS[args.loss]:
             raise UserError(f"--{flag} with --loss {args.loss}: has no effect there; leave it out")
     device, folder, preset = set_up(args), run_folder(args), from_preset(args, PRESETS)
-    maker = f"train_score.py {where(args)}"
-    score_net = load_image_model(args.score or folder / "score.pt", device, "score", maker)
+    score_net = load_image_model(args.score or folder / "score.pt", device, "score", "train_score.py", args)
     exact, about = isinstance(score_net, ExactScore), score_net.about
     truth = score_net if exact else None
     if args.truth:
-        truth = load_image_model(args.truth, device, "score", f"train_score.py --preset exact {where(args)}")
+        truth = load_image_model(args.truth, device, "score", "train_score.py --preset exact", args)
     sigmas = about["settings"]["sigma_min"], about["settings"]["sigma_max"]
     images, labels, names = load_images(args.data, "train", args.size, args.root)
     channels, size = images.shape[1], images.shape[3]
@@ -147,10 +138,10 @@ def main():
     else:
         held, held_labels, _ = load_images(args.data, "test", args.size, args.root)
     if args.diagnose:
-        if rank_and_world()[0] == 0:
+        if RANK == 0:
             with lock(folder / "diagnose.json"):
                 some = held[: args.diagnose_n], held_labels[: args.diagnose_n]
-                diagnose_run(folder, score_net, *some, device, truth)
+                diagnose_run(folder, score_net, *some, sigmas, math.log(len(names)), device, truth)
         return
 
     if args.preset == "paper" and args.depth is None and len(names) == 100:
@@ -166,11 +157,10 @@ def main():
     weights = {key: preset[key] for key in WEIGHTS[args.loss]}
     if weights:
         settings.update(weights, score_sha=about["sha"])
-    path = folder / f"classifier-{args.loss}{tag_of(args)}.pt"
+    path = folder / f"classifier-{args.loss}{args.tag or ''}.pt"
     introduce(path, net, images, labels, names, device)
-    rank, world = rank_and_world()
-    if world > 1 and preset["norm"] == "batch":
-        say(f"warning: BatchNorm sees a process's {preset['batch'] // world} images; --norm group sees none")
+    if WORLD > 1 and preset["norm"] == "batch":
+        say(f"warning: BatchNorm sees a process's {preset['batch'] // WORLD} images; --norm group sees none")
     score_call = network_call(score_net, args.amp and not exact, args.compile and not exact, device)
     classifier_call = network_call(net, False, args.compile and args.loss == "ce", device)
     # Divided by the d pixels of a sum: Adam does not mind, and the clip at norm 1 acts as it does on a mean.
@@ -200,16 +190,14 @@ def main():
                 seed=args.seed, save_every=preset["save_every"], inspect_every=args.diagnose_every)
     batch = image_batches(images, labels, preset["batch"], args.seed, *sigmas, flip=False)
     fit(net, batch, loss, path, "classifier", settings, plan, device, inspect, args.restart)
-    if rank == 0:
-        draw_curve(path)
+    draw_curve(path)
 
 
 # ------------------------------------------------------------ 2. what it needs: the diagnosis
 
 
 @torch.no_grad()
-def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=10, batch=100, device="cpu",
-             truth=None):
+def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, device="cpu", truth=None, bins=10):
     """Accuracy, cross-entropy and the score mismatch in bins over log σ; the same noise for every classifier.
 
     With g = ∇ log p(y|x̃), s the prior score and t = −z/σ: gain = σ² E[‖s − t‖² − ‖g + s − t‖²], norms over
@@ -222,7 +210,7 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, bins=1
     table = []
     for b in range(bins):
         generator, rows = torch.Generator().manual_seed(b), []
-        for x, y in zip(images.split(batch), labels.split(batch)):
+        for x, y in zip(images.split(100), labels.split(100)):
             t = (b + torch.rand(len(x), generator=generator)) / bins
             sigma = sigma_at(t, sigma_min, sigma_max).to(device)
             z = torch.randn(x.shape, generator=generator).to(device)
@@ -271,12 +259,9 @@ def explained_nats(table, sigma_min, sigma_max, key="gain"):
     return width * sum(r[key] for r in table), width * math.hypot(*(r[f"{key}_se"] for r in table))
 
 
-def diagnose_run(folder, score_net, images, labels, device, truth):
+def diagnose_run(folder, score_net, images, labels, sigmas, total, device, truth):
     """The diagnosis of every classifier of a run: a table on stdout, diagnose.json, diagnose.png."""
     from sample import chart
-    settings = score_net.about["settings"]
-    sigmas = settings["sigma_min"], settings["sigma_max"]
-    total = math.log(len(settings.get("classes") or range(10)))
     titles = dict(accuracy="Accuracy", ce="Cross-entropy", alpha="Best guidance scale (1 is right)",
                   gain="Gain of the likelihood score (larger is better)")
     tables, weights, lines = {}, {}, {key: [] for key in titles}
@@ -322,30 +307,23 @@ def print_diagnosis(name, table, nats, error, total):
 BUNDLED = pathlib.Path(__file__).parent / "docs" / "pretrained"
 
 
-def where(args):
-    """The flags that name a run, for a command that we suggest."""
-    given = {key: getattr(args, key) for key in ("data", "size", "run") if getattr(args, key)}
-    return " ".join(f"--{key} {shlex.quote(str(value))}" for key, value in given.items())
-
-
-def load_image_model(path, device, kind, maker):
+def load_image_model(path, device, kind, maker, args):
     """load_model for the networks of images; says which file it is or, where there is none, what to do."""
     path = pathlib.Path(path)
     if not path.exists():
+        given = {key: getattr(args, key) for key in ("data", "size", "run") if getattr(args, key)}
+        maker += "".join(f" --{key} {shlex.quote(str(value))}" for key, value in given.items())
         runs = ", ".join(str(p.parent) for p in pathlib.Path("runs").glob("*/score.pt")) or "no runs"
         bundled = shlex.quote(str(BUNDLED / "fashion-16"))
         raise UserError(f"{path}: no such {kind}; python {maker} makes it, --{kind} FILE names another; "
                         f"there are {runs} (--run); bundled weights: python sample.py --run {bundled}")
     net = load_model(path, device, kind)
-    settings, step = net.about["settings"], net.about["step"]
     if not isinstance(net, (NCSNpp, ExactScore) if kind == "score" else NoisyResNet):
         raise UserError(f"{path}: is a {kind} checkpoint of {type(net).__name__}, but not one for images")
     net.about["sha"] = checksum(net.state_dict())[:16]
-    planned = settings.get("steps") or 0
-    progress = f"step {step}"
-    if step and step < planned:
-        progress = f"warning: is at step {step:,} of {planned:,} only"
-    say(f"{path}: {kind} {net.about['sha'][:8]}, {progress}")
+    step, planned = net.about["step"], net.about["settings"].get("steps") or 0
+    warning = f"; warning: it was to be {planned}" if step and step < planned else ""
+    say(f"{path}: {kind} {net.about['sha'][:8]}, step {step}{warning}")
     return net
 
 

@@ -23,6 +23,7 @@ import re
 import signal
 import sys
 import time
+import types
 
 import numpy as np
 import torch
@@ -96,11 +97,10 @@ def fit(net, batch, loss, path, kind, settings, plan, device="cpu", inspect=None
     `batch` gives x and σ first, from a generator that depends on seed and step alone; each process computes
     its share, and the gradients are summed (DistributedDataParallel has no double backward). So a resumed run
     takes the same path, and one on several processes too, but for dropout masks and BatchNorm's statistics.
-    `settings` must match those in the file. `inspect(step, ema)` runs every `plan.inspect_every` steps and at
-    the end; the dict it returns is logged. → the EMA, or None
+    `settings` must match those in the file. `inspect(step, ema)` runs every `plan.inspect_every` steps (0:
+    never) and at the end; the dict it returns is logged. → the EMA, or None
     """
     path, device = pathlib.Path(path), torch.device(device)
-    rank, world = rank_and_world()
     average = EMA(net, plan.ema) if plan.ema else None
     optimizer = torch.optim.Adam(net.parameters(), lr=plan.lr, fused=True)
     start, log, losses, unread = 0, [], [], []
@@ -110,11 +110,10 @@ def fit(net, batch, loss, path, kind, settings, plan, device="cpu", inspect=None
         progress = Progress(plan.steps, start)
         for step in range(start, plan.steps):
             rate = learning_rate(step, plan)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            torch.manual_seed(derive_seed(plan.seed, step, rank))  # for dropout
+            optimizer.param_groups[0]["lr"] = rate
+            torch.manual_seed(derive_seed(plan.seed, step, RANK))  # for dropout
             whole = batch(torch.Generator().manual_seed(derive_seed(plan.seed, step)), step)
-            share = [v.tensor_split(world)[rank] for v in whole]
+            share = [v.tensor_split(WORLD)[RANK] for v in whole]
             if device.type == "cuda":
                 share = [v.pin_memory() for v in share]  # else the copy would not run beside the host
             share = [v.to(device, non_blocking=True) for v in share]
@@ -131,11 +130,11 @@ def fit(net, batch, loss, path, kind, settings, plan, device="cpu", inspect=None
             done = step + 1
             ends = done == plan.steps
             logs = ends or done % max(plan.steps // 200, 1) == 0
-            inspects = inspect and (ends or plan.inspect_every and done % plan.inspect_every == 0)
+            inspects = inspect and plan.inspect_every and (ends or done % plan.inspect_every == 0)
             saves = ends or done % plan.save_every == 0
             unread.append(torch.cat([numbers, norm.view(1)]))
             # To read a number is to wait for the GPU; several processes must read at the same steps.
-            due = device.type == "cpu" or done % 20 == 0 or stop and world == 1
+            due = device.type == "cpu" or done % 20 == 0 or stop and WORLD == 1
             if not (due or logs or inspects or saves):
                 continue
             values, signals, norms = torch.stack(unread).T.tolist()
@@ -155,7 +154,7 @@ def fit(net, batch, loss, path, kind, settings, plan, device="cpu", inspect=None
                 seconds = round(time.monotonic() - progress.begun, 2)
                 log.append(dict(step=done, loss=mean, lr=rate, seconds=seconds))
                 losses.clear()
-            if inspects and rank == 0:
+            if inspects and RANK == 0:
                 log.append(dict(step=done, **(inspect(done, average) or {})))
             if saves or stopping:
                 start = done
@@ -171,9 +170,9 @@ def image_batches(images, labels, batch, seed, sigma_min, sigma_max, flip, drop=
 
     A share `drop` of the labels becomes the one after the last class, which stands for no class.
     """
-    n, no_class, world = len(images), int(labels.max()) + 1, rank_and_world()[1]
-    if batch < world:
-        raise UserError(f"--batch {batch}: fewer than the {world} processes that share it")
+    n, no_class = len(images), int(labels.max()) + 1
+    if batch < WORLD:
+        raise UserError(f"--batch {batch}: fewer than the {WORLD} processes that share it")
 
     @functools.lru_cache(2)
     def order(epoch):
@@ -217,7 +216,7 @@ def main():
     if args.drop != parser.get_default("drop") and not args.conditional:
         raise UserError("--drop without --conditional: has no effect; leave it out")
     device = set_up(args)
-    path = run_folder(args) / f"score{tag_of(args)}.pt"
+    path = run_folder(args) / f"score{args.tag or ''}.pt"
     images, labels, names = load_images(args.data, "train", args.size, args.root)
     size = images.shape[-1]
     settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=size,
@@ -226,8 +225,7 @@ def main():
         net = ExactScore(images, labels)
         with lock(path):
             if path.exists() and not args.restart:
-                load_same(path, "score", net, settings)
-                say(f"{path}: finished already; --restart starts over")
+                resume(path, "score", net, settings, Plan(steps=0, lr=0.0))
             else:
                 save(path, "score", net, settings)
                 say(f"{path}: the exact score of {len(images)} images")
@@ -261,10 +259,8 @@ def main():
 
     plan = Plan(preset["steps"], preset["lr"], preset["warmup"], preset["cosine"], CLIP, preset["ema"],
                 args.seed, preset["save_every"], args.sample_every)
-    inspect = inspect if args.sample_every else None
     fit(net, batch, loss, path, "score", settings, plan, device, inspect, args.restart)
-    if rank_and_world()[0] == 0:
-        draw_curve(path)
+    draw_curve(path)
 
 
 # ------------------------------------------------------------ 2. what it needs: image data
@@ -290,9 +286,8 @@ def load_images(data, split="train", size=None, root="data"):
 
     `split` is train or test: the data set's own, or a seeded tenth of the images where it has none.
     """
-    path, names = pathlib.Path(data), CLASSES.get(data)
-    if data in NAMED:
-        path = pathlib.Path(root) / f"{data}.npz"
+    names = CLASSES.get(data)
+    path = pathlib.Path(root, f"{data}.npz") if data in NAMED else pathlib.Path(data)
     if data == "shapes":
         found = make_shapes()
     elif data in NAMED and not path.exists():
@@ -304,8 +299,7 @@ def load_images(data, split="train", size=None, root="data"):
         if names == ["."]:
             raise UserError(f"--data {data}: expected one sub-folder per class with pictures, found none")
     else:
-        known = ", ".join([*NAMED, "shapes"])
-        raise UserError(f"--data {data}: neither a named set ({known}) nor an .npz or a folder that is there")
+        raise UserError(f"--data {data}: not {', '.join(NAMED)}, shapes, an .npz or a folder that is there")
     images, labels = check_images(path, found)
     classes = len(names) if names else int(labels.max()) + 1
     generator = torch.Generator().manual_seed(0)
@@ -419,17 +413,9 @@ def read_picture(file):
 
 
 def import_torchvision():
-    """torchvision; without its compiled operators where they do not fit (a CUDA build beside a CPU torch)."""
-    try:
-        import torchvision
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        import torchvision
-        torchvision._operators = library  # the definitions live as long as this object
+    """torchvision without its meta kernels: they fail beside a torch of another build (CUDA, CPU)."""
+    sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("_meta_registrations"))
+    import torchvision
     return torchvision
 
 
@@ -480,10 +466,14 @@ def make_shapes(n=12_000, test=2_000):
 
 # ------------------------------------------------------------ 3. machinery: processes, the command line
 
+RANK = int(os.environ.get("RANK", 0))  # this process's number, and how many there are, where torchrun began it
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+LOST = "peer|Connection|NCCL|gloo|timed out"  # in errors of a process that waits for one that is gone
+
 
 def save(path, kind, net, settings, step=0, log=(), optimizer=None, average=None):
     """The log first: where the checkpoint says that the run is, it is complete."""
-    if rank_and_world()[0]:
+    if RANK > 0:
         return
     if log:
         write_whole(path.with_suffix(".jsonl"), "".join(json.dumps(row) + "\n" for row in log).encode())
@@ -493,22 +483,17 @@ def save(path, kind, net, settings, step=0, log=(), optimizer=None, average=None
                                optimizer=optimizer and optimizer.state_dict()))
 
 
-def load_same(path, kind, net, settings, device="cpu"):
-    """The checkpoint at `path`; an error where it was made with other settings."""
+def resume(path, kind, net, settings, plan, optimizer=None, average=None, device="cpu"):
+    """Fills network, optimizer and EMA from a checkpoint made with the same settings → its step and log."""
     checkpoint = load_checkpoint(path, device)
     new = dict(kind=kind, network=type(net).__name__)
     old = {key: checkpoint.get(key) for key in new}
     if changed := difference({**old, **(checkpoint.get("settings") or {})}, {**new, **settings}):
         raise UserError(f"{path} was made with {changed}; --tag T keeps both, --restart starts over")
-    return checkpoint
-
-
-def resume(path, kind, net, settings, plan, optimizer, average, device):
-    """Fills network, optimizer and EMA from a checkpoint made with the same settings → its step and log."""
-    checkpoint = load_same(path, kind, net, settings, device)
     try:
         net.load_state_dict(checkpoint["weights"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        if optimizer:
+            optimizer.load_state_dict(checkpoint["optimizer"])
         if average:
             torch._foreach_copy_(average.shadow, checkpoint["ema"]["shadow"])
             average.updates = checkpoint["ema"]["updates"]
@@ -537,11 +522,6 @@ def difference(old, new):
     return ""
 
 
-def rank_and_world():
-    """This process's number and how many there are: 0 and 1 unless torchrun started us."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def derive_seed(*parts):
     """A seed from several numbers and words."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
@@ -550,7 +530,7 @@ def derive_seed(*parts):
 def add_gradients(net, value, stop):
     """Sums gradients over all processes → the sums of the losses and of the caught signals, not read yet."""
     numbers = torch.stack([value, torch.full_like(value, sum(stop))])
-    if rank_and_world()[1] > 1:
+    if WORLD > 1:
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         flat = torch.cat([*(g.reshape(-1) for g in grads), numbers])
         dist.all_reduce(flat)
@@ -565,10 +545,9 @@ def caught_signals():
     stop = []
 
     def catch(number, frame):
-        if number in stop and number == signal.SIGINT:
-            raise KeyboardInterrupt
         stop.append(number)
-        if rank_and_world()[0] == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on Ctrl-C interrupts at once
+        if RANK == 0:
             os.write(1, b"\nstopping soon; what is done is saved (Ctrl-C again: at once)\n")
 
     old = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -582,10 +561,9 @@ def caught_signals():
 @contextlib.contextmanager
 def lock(path):
     """Holds `path` for this job; the system lets go when the process ends, however it ends."""
-    if rank_and_world()[0]:
+    if RANK > 0:
         yield
         return
-    path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / f".{path.name}.lock", "w") as file:
         try:
@@ -594,13 +572,14 @@ def lock(path):
             raise UserError(f"{path}: another process writes it; wait, or choose another --tag") from None
         except OSError:  # a file system that has no locks
             pass
-        for stale in path.parent.glob(f".{path.name}-*[0-9]"):  # what a kill in write_whole left
-            stale.unlink(missing_ok=True)
+        for end in (path.suffix, ".jsonl", ".png", "-samples.png", "-strip.png"):
+            for stale in path.parent.glob(f".{path.stem}{end}-*[0-9]"):  # what a kill in write_whole left
+                stale.unlink(missing_ok=True)
         yield
 
 
 def say(text):
-    if rank_and_world()[0] == 0:
+    if RANK == 0:
         print(text, flush=True)
 
 
@@ -613,7 +592,7 @@ class Progress:
 
     def __call__(self, done, **numbers):
         now, terminal = time.monotonic(), sys.stdout.isatty()
-        if rank_and_world()[0] > 0 or done < self.total and now < self.next:
+        if RANK > 0 or done < self.total and now < self.next:
             return
         self.next = now + (0.5 if terminal else 30)
         speed = (done - self.start) / max(now - self.begun, 1e-9)
@@ -629,16 +608,12 @@ class Progress:
 def bounded(kind, low, high):
     """An argparse type: a whole number (kind int) or a number (float) from low to high."""
     def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
+        value = kind(text)
         if not low <= value <= high:
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what} of {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not from {low:g} to {high:g}")
         return value
 
-    parse.kind, parse.low, parse.high = kind, low, high
+    parse.__name__ = kind.__name__  # argparse says "invalid int value"
     return parse
 
 
@@ -650,10 +625,10 @@ def text(value):
 
 
 def file_part(text):
-    """An argparse type: part of a file's name."""
+    """An argparse type: part of a file's name, with the dash before it."""
     if not re.fullmatch(r"[\w.,+=@-]{1,100}", text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not up to 100 letters, digits and .,+=@-_")
-    return text
+    return f"-{text}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -673,19 +648,11 @@ class Parser(argparse.ArgumentParser):
             self.place.add_argument(name, help=help, action="store_true")
             return
         shown = "" if default is None else f" (default: {default})"
+        more.setdefault("metavar", name.split("-")[-1].upper())
         self.place.add_argument(name, help=help + shown, type=type, default=default, **more)
 
     def error(self, message):
-        leave(f"{message} (--help lists the flags)")
-
-
-def leave(message, code=2):
-    """Ends this process with one line. Of several processes the first one to speak is heard."""
-    if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # torchrun ends the others when one has left
-        time.sleep(3)
-    print(f"{pathlib.Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
+        raise UserError(f"{message} (--help lists the flags)")
 
 
 def run(main):
@@ -694,26 +661,33 @@ def run(main):
         raise KeyboardInterrupt(number)
 
     signal.signal(signal.SIGTERM, terminate)
-    kept = "finished work is kept, the same command continues"
+    kept, code = "finished work is kept, the same command continues", 2
     try:
         main()
+        if dist.is_initialized():  # not after an error: it would wait for processes that wait for this one
+            dist.destroy_process_group()
+        return
     except UserError as error:
-        leave(error)
+        message = str(error)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         cure = "make room or give access; --run or --out writes elsewhere"
-        leave(f"{where}{error.strerror or error}; {cure}")
+        message = f"{where}{error.strerror or error}; {cure}"
     except (MemoryError, RuntimeError) as error:
         reason = repr(error)
         if re.search("MemoryError|out of memory|allocate memory", reason):
-            leave(f"out of memory; try a smaller --batch, --size or --width; {kept}")
-        if dist.is_initialized() and re.search("peer|Connection|NCCL|gloo|timed out", reason):
-            leave(f"another process of this job is lost ({reason[:80]}); {kept}")
-        raise
+            message = f"out of memory; try a smaller --batch, --size or --width; {kept}"
+        elif re.search("BrokenProcessPool", reason) or dist.is_initialized() and re.search(LOST, reason):
+            message = f"another process of this job is lost ({reason[:80]}); {kept}"
+        else:
+            raise
     except KeyboardInterrupt as error:
-        leave(f"interrupted; {kept}", 128 + (error.args[0] if error.args else signal.SIGINT))
-    if dist.is_initialized():  # not after an error: it would wait for processes that wait for this one
-        dist.destroy_process_group()
+        message, code = f"interrupted; {kept}", 128 + (error.args[0] if error.args else signal.SIGINT)
+    if RANK > 0:  # of several processes the first one to speak is heard: torchrun then ends the others
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)
+    print(f"{pathlib.Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def shared_flags(parser, presets=None):
@@ -727,13 +701,12 @@ def shared_flags(parser, presets=None):
     parser.flag("--restart", False, "start over instead of continuing")
     if presets:
         parser.group("training; the preset gives the defaults")
-        parser.flag("--preset", "lite", f"{', '.join(presets)}: see the top of the file",
-                    choices=list(presets), metavar="NAME")
+        parser.flag("--preset", "lite", f"{', '.join(presets)}: see top of the file", choices=list(presets))
         parser.flag("--steps", None, "optimizer steps", bounded(int, 1, 10**9))
         parser.flag("--batch", None, "images per step, over all processes", bounded(int, 1, 10**6))
         parser.flag("--lr", None, "Adam's learning rate", bounded(float, 1e-12, 1e3))
         parser.flag("--width", None, "channels of the first level", bounded(int, 4, 4096))
-        parser.flag("--save-every", None, "steps between checkpoints", bounded(int, 1, 10**9), metavar="N")
+        parser.flag("--save-every", None, "steps between checkpoints", bounded(int, 1, 10**9))
         parser.flag("--tag", None, "adds -TAG to the name of the output, for variants", file_part)
         parser.flag("--amp", False, "the score network in bfloat16 (CUDA)")
 
@@ -744,44 +717,38 @@ def from_preset(args, presets):
     return {key: given.get(key, value) for key, value in presets[args.preset].items()}
 
 
-def tag_of(args):
-    return f"-{args.tag}" if args.tag else ""
-
-
 def run_folder(args):
     if args.run:
         return pathlib.Path(args.run) if "/" in args.run else pathlib.Path("runs") / args.run
-    path = pathlib.Path(args.data)
+    path = pathlib.Path(args.data or "cifar10")
     name = path.stem if path.suffix == ".npz" else path.resolve().name
     return pathlib.Path("runs") / (f"{name}-{args.size}" if args.size else name)
 
 
 def set_up(args):
     """Joins the other processes of a torchrun → the device of this one."""
-    choice = args.device
-    if choice == "auto":
+    name = args.device
+    if name == "auto":
         here = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-        choice = next(name for name, there in here.items() if there)
-    if choice == "cuda":
-        choice = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        name = next(name for name, there in here.items() if there)
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
-        device = torch.device(choice)
+        device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0]
         raise UserError(f"--device {args.device}: not on this machine ({why}); --device cpu works") from None
-    has_bfloat16 = False
-    if device.type == "cuda":
+    cuda = device.type == "cuda"
+    if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TF32, as convolutions have it; the metrics turn it off
-        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    if getattr(args, "amp", False) and not has_bfloat16:
+    if getattr(args, "amp", False) and not (cuda and torch.cuda.is_bf16_supported(including_emulation=False)):
         raise UserError(f"--amp: bfloat16 needs a CUDA device that has it, this is {device}; leave it out")
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+    if WORLD > 1 and not dist.is_initialized():
         # torchrun ends all when one dies; who waits for a slow one may wait long.
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=2))
     return device
 
 
