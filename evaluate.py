@@ -24,8 +24,8 @@ from models import NoisyResNet, UserError, checksum, load_checkpoint, save_check
 from sample import chart, save_grid
 from train_classifier import ce_loss
 from train_score import (Parser, Plan, Progress, bounded, check_images, derive_seed, fit, image_batches,
-                         import_torchvision, load_images, read_folder, read_npz, run, run_folder, say, set_up,
-                         shared_flags)
+                         import_torchvision, load_images, read_folder, read_npz, read_recipe, run, run_folder,
+                         say, set_up, shared_flags)
 
 # ------------------------------------------------------------ 1. the story: the metrics, then the stage
 
@@ -184,7 +184,8 @@ def make_parser():
     parser.flag("--weights", None, "Inception's weights (default: in ROOT/features, else fetched)")
     parser.flag("--resize", "tf", "tf: the paper's rule; torch: pytorch-fid's", choices=["tf", "torch"])
     parser.flag("--batch", 100, "images per pass", bounded(int, 1, 10**5), metavar="N")
-    parser.flag("--cas-model", "resnet50", "network of CAS", choices=["resnet18", "resnet34", "resnet50"])
+    networks = ["resnet18", "resnet34", "resnet50"]
+    parser.flag("--cas-model", "resnet50", f"network of CAS: {', '.join(networks)}", choices=networks)
     parser.flag("--cas-steps", 10_000, "of 150 images; the release trains 400,001", bounded(int, 1, 10**9))
     return parser
 
@@ -206,7 +207,13 @@ def main():
 
 def evaluate(images, labels=None, **flags):
     """Numbers of samples in memory → {key: value}; flags as keywords: data="fashion", metrics="fid,prdc"."""
-    args = make_parser().parse_args([f"--{key.replace('_', '-')}={value}" for key, value in flags.items()])
+    line = []
+    for key, value in flags.items():
+        if isinstance(value, (list, tuple)):
+            value = ",".join(value)
+        if value is not None and value is not False:
+            line.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
+    args = make_parser().parse_args(line)
     images = torch.as_tensor(images).detach().cpu()
     if images.ndim == 4 and images.shape[1] in (1, 3) and images.shape[3] not in (1, 3):
         images = images.movedim(1, -1)
@@ -473,7 +480,7 @@ def read_samples(path):
     images, labels = found.get("images", found.get("arr_0")), found.get("labels", found.get("arr_1"))
     if images is None:
         raise UserError(f"{path}: has no images (or arr_0) but {list(found)}; mu and sigma go to --stats")
-    return dict(file, images=images, labels=labels, recipe=found.get("recipe", {}))
+    return dict(file, images=images, labels=labels, recipe=read_recipe(path, found))
 
 
 def prepare(files, args, out):
@@ -498,7 +505,8 @@ def prepare(files, args, out):
         found = read_npz(args.stats)
         d = 2048 if args.features == "inception" else 8 * OWN["width"]
         if [np.shape(found.get(key)) for key in ("mu", "sigma")] != [(d,), (d, d)]:
-            raise UserError(f"--stats {args.stats}: needs mu ({d},), sigma ({d}, {d}); --save-stats makes it")
+            wanted = f"--features {args.features} needs mu ({d},), sigma ({d}, {d}); --save-stats makes it"
+            raise UserError(f"--stats {args.stats}: {wanted}")
         reference = found["mu"], found["sigma"]
     if args.features == "own" or args.save_stats or metrics - ({"is", "fid"} if args.stats else {"is"}):
         real = load_images(args.data, "train", args.size, args.root)
@@ -508,7 +516,8 @@ def prepare(files, args, out):
             file.update(images=images[:most].movedim(1, -1), labels=labels[:most])
         check_samples(file, real, args, metrics)
         most = max(most or 0, file["n"])
-    for folder in filter(None, (out, pathlib.Path(args.root) / "features")):
+    stats = args.save_stats and pathlib.Path(args.save_stats).absolute().parent
+    for folder in filter(None, (out, pathlib.Path(args.root) / "features", stats)):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # what cannot be written is an error now, not in hours
     return device, metrics, real, reference

@@ -29,7 +29,7 @@ def sigma_at(t, sigma_min=0.01, sigma_max=50.0):
 
 def append_dims(value, x):
     """(B,) → (B, 1, ...), to multiply x with; a number stays as it is."""
-    return value.view(-1, *[1] * (x.ndim - 1)) if torch.is_tensor(value) else value
+    return value.view(-1, *[1] * (x.ndim - 1)) if torch.is_tensor(value) and value.ndim else value
 
 
 class NCSNpp(nn.Module):
@@ -104,7 +104,7 @@ class NCSNpp(nn.Module):
                 y = sigma.new_full(sigma.shape, self.config["classes"], dtype=torch.int64)
             e = e + self.label(y)
         elif y is not None:
-            raise UserError("this score model knows no classes; --guidance free needs --conditional")
+            raise UserError("this score model knows no classes; see train_score.py --conditional")
         e = F.silu(e)  # every block applies swish before its own projection
         pyramid = u / total if self.config["edm"] else u
         h = self.stem(pyramid)

@@ -22,7 +22,8 @@ from PIL import Image, ImageDraw, ImageFont
 from models import ExactScore, UserError, append_dims, checksum, fold_batchnorm, sigma_at, write_whole
 from train_classifier import BUNDLED, likelihood_score, load_image_model
 from train_score import (CLASSES, RANK, WORLD, Parser, Progress, bounded, derive_seed, difference, file_part,
-                         lock, network_call, read_npz, run, run_folder, say, set_up, shared_flags)
+                         lock, network_call, read_npz, read_recipe, run, run_folder, say, set_up,
+                         shared_flags)
 
 # ------------------------------------------------------------ 1. the story: guidance and samplers
 
@@ -196,6 +197,8 @@ def main():
     names = settings.get("classes") or CLASSES.get(settings["data"]) or range(10)
     if args.guidance == "oracle" and not exact:
         raise UserError("--guidance oracle: needs a score model of train_score.py --preset exact")
+    if args.guidance == "free" and "classes" not in config:
+        raise UserError("--guidance free: needs a score model of train_score.py --conditional")
     classifier = None
     if loss:
         tagged, plain = folder / f"classifier-{loss}{args.tag or ''}.pt", folder / f"classifier-{loss}.pt"
@@ -225,7 +228,9 @@ def main():
                   sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"], data=settings["data"],
                   size=shape[1], amp=args.amp, score=score_net.about["sha"],
                   classifier=classifier and classifier.about["sha"], guide_sigma=interval and list(interval),
-                  exact=exact or None, **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})
+                  **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})
+    if exact:
+        recipe["exact"] = True
     score_call = network_call(score_net, args.amp and not exact, args.compile and not exact, device)
     bundled = folder.resolve().parent == BUNDLED.resolve()
     out = pathlib.Path(args.out or (f"runs/{folder.name}" if bundled else folder))
@@ -255,7 +260,7 @@ def make_samples(path, recipe, score_for, shape, device, args, names):
         if args.restart or not path.exists():
             sample(path, parts, recipe, labels, score_for, shape, device, args.restart)
             say(f"{path}: {recipe['n']} images")
-        elif changed := difference(read_npz(path).get("recipe", {}), recipe):
+        elif changed := difference(read_recipe(path, read_npz(path)), recipe):
             raise UserError(f"{path} was made with {changed}; --tag T keeps both, --restart starts over")
         else:
             say(f"{path}: finished already ({recipe['n']} images); --restart starts over")
@@ -411,7 +416,7 @@ def chart(path, panels, columns):
 def draw_panel(lines=(), bars=(), title="", x="", y="", log_x=False, log_y=False, y_range=None):
     """One plot, three times as large as in the file: antialiased when it is reduced."""
     picture = Image.new("RGB", (1380, 1155), "white")
-    x0, y0, x1, y1 = 150, 150, 1320, 852  # its frame
+    x0, y0, x1, y1 = 186, 150, 1320, 852  # its frame
     pen, font = ImageDraw.Draw(picture, "RGBA"), ImageFont.load_default(39)
     place_x, x_ticks = axis([line[1] for line in lines] or [[-0.5, len(bars) - 0.5]], log_x, x0, x1)
     values = [y_range] if y_range else [ys for line in lines for ys in line[2:]] or [[0, *bars]]
@@ -456,7 +461,7 @@ def axis(values, log, start, end, margin=0.0):
         return start + (end - start) * part.clip(-0.02, 1.02)  # what is outside, as log 0, ends at the edge
 
     known = np.ma.masked_invalid(scaled(np.concatenate(values)))  # without log 0
-    low, high = known.min(), known.max()
+    low, high = (known.min(), known.max()) if known.count() else (0.0, 1.0)
     space = margin * (high - low) if high > low else 0.5
     low, high = low - space, high + space
     power = 10.0 ** math.floor(math.log10((high - low) / 4))

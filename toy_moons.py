@@ -265,8 +265,8 @@ def over_seeds(rows):
     for name in rows[0]:
         values = np.array([row[name] for row in rows], float)  # None becomes NaN
         summary[name] = None if np.isnan(values).any() else values.mean(0).tolist()
-        if len(rows) > 1 and summary[name]:
-            summary[f"{name}_std"] = values.std(0, ddof=1).tolist()
+        if len(rows) > 1:
+            summary[f"{name}_std"] = summary[name] and values.std(0, ddof=1).tolist()
     return summary
 
 

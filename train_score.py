@@ -97,8 +97,8 @@ def fit(net, batch, loss, path, kind, settings, plan, device="cpu", inspect=None
     `batch` gives x and σ first, from a generator that depends on seed and step alone; each process computes
     its share, and the gradients are summed (DistributedDataParallel has no double backward). So a resumed run
     takes the same path, and one on several processes too, but for dropout masks and BatchNorm's statistics.
-    `settings` must match those in the file. `inspect(step, ema)` runs every `plan.inspect_every` steps (0:
-    never) and at the end; the dict it returns is logged. → the EMA, or None
+    `settings` must match those in the file. `inspect(step, ema)` runs every `plan.inspect_every` steps and at
+    the end, or never (0); the dict it returns is logged. → the EMA, or None
     """
     path, device = pathlib.Path(path), torch.device(device)
     average = EMA(net, plan.ema) if plan.ema else None
@@ -362,10 +362,13 @@ def resized(images, size):
 
 def read_npz(path):
     with reading(path, ".npz"), np.load(path) as file:
-        found = {key: file[key] for key in file.files}
-        if "recipe" in found:  # of samples: how they were made
-            found["recipe"] = dict(json.loads(str(found["recipe"])))
-        return found
+        return {key: file[key] for key in file.files}
+
+
+def read_recipe(path, found):
+    """How the samples in a file were made."""
+    with reading(path, "recipe of samples"):
+        return dict(json.loads(str(found.get("recipe", "{}"))))
 
 
 def read_folder(folder, size):
@@ -413,9 +416,12 @@ def read_picture(file):
 
 
 def import_torchvision():
-    """torchvision without its meta kernels: they fail beside a torch of another build (CUDA, CPU)."""
-    sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("_meta_registrations"))
-    import torchvision
+    """torchvision; without its meta kernels where they fail, beside a torch of another build (CUDA, CPU)."""
+    try:
+        import torchvision
+    except RuntimeError:
+        sys.modules["torchvision._meta_registrations"] = types.ModuleType("_meta_registrations")
+        import torchvision
     return torchvision
 
 
@@ -466,8 +472,8 @@ def make_shapes(n=12_000, test=2_000):
 
 # ------------------------------------------------------------ 3. machinery: processes, the command line
 
-RANK = int(os.environ.get("RANK", 0))  # this process's number, and how many there are, where torchrun began it
-WORLD = int(os.environ.get("WORLD_SIZE", 1))
+WORLD = int(os.environ.get("WORLD_SIZE") or 1)  # processes that torchrun has started, and this one's number
+RANK = int(os.environ.get("RANK") or 0) if WORLD > 1 else 0
 LOST = "peer|Connection|NCCL|gloo|timed out"  # in errors of a process that waits for one that is gone
 
 
@@ -546,7 +552,8 @@ def caught_signals():
 
     def catch(number, frame):
         stop.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on Ctrl-C interrupts at once
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
         if RANK == 0:
             os.write(1, b"\nstopping soon; what is done is saved (Ctrl-C again: at once)\n")
 
@@ -683,6 +690,8 @@ def run(main):
             raise
     except KeyboardInterrupt as error:
         message, code = f"interrupted; {kept}", 128 + (error.args[0] if error.args else signal.SIGINT)
+    if RANK > 0 and code != 2:  # a signal, which all have heard
+        sys.exit(code)
     if RANK > 0:  # of several processes the first one to speak is heard: torchrun then ends the others
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)

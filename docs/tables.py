@@ -177,7 +177,7 @@ EXACT_ROWS = {"fid": ("FD ↓", 2), "exact_accuracy": ("Class accuracy, exact �
               "density": ("Density ↑", 3), "coverage": ("Coverage ↑", 3), "cw_fid": ("(CW) FD ↓", 2),
               **{f"cw_{key}": (f"(CW) {key.capitalize()} ↑", 3) for key in PRDC}}
 EXACT = {"base": "(a) base", "scaling": "(b) scaling", "renorm": "(b') re-normalised", "dlsm": "(d) ours",
-         "oracle": "(e) oracle"}
+         "oracle": "(e) oracle", "base-relu": "(a) base, ReLU", "dlsm-relu": "(d) ours, ReLU"}
 
 
 def seeds_of(files, name):
@@ -186,33 +186,46 @@ def seeds_of(files, name):
 
 
 def exact_table_2():
+    """All guidances; of ours and base the difference, seed by seed: its mean ± its standard error."""
     files = read("results/fashion-16-exact.json")["files"]
     groups = {title: seeds_of(files, name) for name, title in EXACT.items() if name in files}
     rows = []
     for key, (title, digits) in EXACT_ROWS.items():
-        cells = [with_deviation([file["numbers"][key]["value"] for file in group], digits)
-                 for group in groups.values()]
-        rows.append([title, *cells])
+        values = {name: [file["numbers"][key]["value"] for file in group] for name, group in groups.items()}
+        pairs = [ours - base for ours, base in zip(values["(d) ours"], values["(a) base"])]
+        error = statistics.stdev(pairs) / len(pairs) ** 0.5
+        cells = [with_deviation(group, digits) for group in values.values()]
+        difference = f"{statistics.mean(pairs):+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
+        rows.append([title, *cells, difference])
     header = [f"{title}, {len(group)} seed{'s' if len(group) > 1 else ''}" for title, group in groups.items()]
-    return table(["", *header], rows)
+    return table(["", *header, "(d) − (a)"], rows)
+
+
+def trainings(loss, tag="", tables=None):
+    """The diagnoses of all seeds of a classifier: classifier-LOSS[-TAG], then those with -s1, -s2."""
+    tables = tables or read("results/fashion-16-exact-diagnose.json")
+    name = f"classifier-{loss}{tag}"
+    return [tables[key] for key in (name, f"{name}-s1", f"{name}-s2") if key in tables]
 
 
 def exact_table_1():
     """The diagnosis: nats, and the distance to the true likelihood score at three noise levels."""
-    tables = read("results/fashion-16-exact-diagnose.json")
     rows = []
-    for name, levels in tables.items():
-        if name == "weights":
-            continue
-        loss, _, tag = name.removeprefix("classifier-").partition("-")
-        title = LOSSES[loss].removesuffix("'")
-        title += {"": "", "relu": ", ReLU and raw input, as the paper's"}.get(tag, f", seed {tag[1:]}")
-        nats, error = explained_nats(levels, 0.01, 20.0)
-        cells = [f"{levels[i]['D_L']:.3f} ({levels[i]['D_L'] / levels[i]['h']:.2f})" for i in (5, 6, 7)]
-        rows.append([title, f"{nats:.2f} ± {error:.2f}", *cells, f"{levels[6]['accuracy']:.3f}",
-                     f"{levels[6]['alpha']:.2f}"])
-    levels = [f"D_L at σ = {next(iter(tables.values()))[i]['sigma']:.2g}" for i in (5, 6, 7)]
-    return table(["classifier", "nats", *levels, "accuracy at σ = 1.4", "α\\* there"], rows)
+    for tag, network in (("", ""), ("-relu", ", ReLU, raw input")):
+        for loss, title in LOSSES.items():
+            found = trainings(loss, tag)
+            if not found:
+                continue
+            cells = [with_deviation([explained_nats(levels, 0.01, 20.0)[0] for levels in found], 2)]
+            for i in (5, 6, 7):
+                relative = statistics.mean(levels[i]["D_L"] / levels[i]["h"] for levels in found)
+                cells.append(f"{with_deviation([levels[i]['D_L'] for levels in found], 3)} ({relative:.2f})")
+            for key in ("accuracy", "alpha"):
+                cells.append(with_deviation([levels[6][key] for levels in found], 3))
+            rows.append([title.removesuffix("'") + network, str(len(found)), *cells])
+    levels = [f"D_L at σ = {trainings('ce')[0][i]['sigma']:.2g}" for i in (5, 6, 7)]
+    header = ["classifier", "trainings", "nats", *levels, "accuracy at σ = 1.4", "α\\* there"]
+    return table(header, rows)
 
 
 def gpu():
@@ -230,16 +243,17 @@ def benchmark():
 
 def exact_glance():
     """Of the exact score model: D_L where most of the class is decided, nats, FD of samples."""
-    tables, rows = read("results/fashion-16-exact-diagnose.json"), []
-    both = [tables["classifier-ce"], tables["classifier-total"]]
-    name = "Fashion-MNIST at 16×16, exact score model"
-    cells = [f"{levels[6]['D_L']:.3f} ± {levels[6]['D_L_se']:.3f}" for levels in both]
-    rows.append([f"{name}: D_L at σ = 1.4", *cells, ""])
-    cells = ["{:.2f} ± {:.2f}".format(*explained_nats(levels, 0.01, 20.0)) for levels in both]
+    rows, name = [], "Fashion-MNIST at 16×16, exact score model"
+    both = [trainings("ce"), trainings("total")]
+    cells = [with_deviation([levels[6]["D_L"] for levels in found], 3) for found in both]
+    rows.append([f"{name}, {len(both[0])} seeds: D_L at σ = 1.4", *cells, ""])
+    cells = [with_deviation([explained_nats(levels, 0.01, 20.0)[0] for levels in found], 2) for found in both]
     rows.append(["the same: nats", *cells, ""])
     files = read("results/fashion-16-exact.json")["files"]
-    values = {name: files[name]["numbers"]["fid"]["value"] for name in ("base", "dlsm", "scaling", "oracle")}
-    cells = [f"{values['base']:.2f} ({values['scaling']:.2f})", f"{values['dlsm']:.2f}"]
+    scaling = files["scaling"]["numbers"]["fid"]["value"]
+    cells = [with_deviation([file["numbers"]["fid"]["value"] for file in seeds_of(files, name)], 2)
+             for name in ("base", "dlsm")]
+    cells[0] += f" ({scaling:.2f})"
     n = files["base"]["n"]
     rows.append([f"the same: FD@{n} of samples (with α = 10)", *cells, "FID 4.10 (12.48) → 2.25"])
     return rows
