@@ -30,11 +30,11 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from evaluate import prdc
-from models import ExactScore, ToyNet, load_checkpoint, load_model, sigma_at, write_whole
+from models import ExactScore, ToyNet, UserError, load_checkpoint, load_model, sigma_at, write_whole
 from sample import COLOURS, chart, pc_sampler, posterior_score
 from train_classifier import ce_loss, dlsm_loss, likelihood_score, total_loss
-from train_score import (Parser, Plan, Progress, bounded, derive_seed, dsm_loss, fit, from_preset, lock, run,
-                         sample_noise, say, set_up)
+from train_score import (WORLD, Parser, Plan, Progress, bounded, derive_seed, dsm_loss, fit, from_preset, lock,
+                         run, sample_noise, say, set_up)
 
 # ------------------------------------------------------------ 1. the story
 
@@ -155,6 +155,8 @@ def make_parser():
 
 def main():
     args = make_parser().parse_args()
+    if WORLD > 1:
+        raise UserError("torchrun: the moons take one process per core by themselves; start them with python")
     device, begun = str(set_up(args)), time.monotonic()
     preset = from_preset(args, PRESETS)
     out, joins = pathlib.Path(args.out), preset["joins"]
