@@ -33,8 +33,8 @@ from evaluate import prdc
 from models import ExactScore, ToyNet, UserError, load_checkpoint, load_model, sigma_at, write_whole
 from sample import COLOURS, chart, pc_sampler, posterior_score
 from train_classifier import ce_loss, dlsm_loss, likelihood_score, total_loss
-from train_score import (WORLD, Parser, Plan, Progress, bounded, derive_seed, dsm_loss, fit, from_preset, lock,
-                         run, sample_noise, say, set_up)
+from train_score import (WORLD, Parser, Plan, Progress, bounded, derive_seed, dsm_loss, fit, from_preset,
+                         lock, run, sample_noise, say, set_up)
 
 # ------------------------------------------------------------ 1. the story
 
