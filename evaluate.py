@@ -250,6 +250,9 @@ def compare_features(files, real, reference, args, metrics, device):
         write_whole(args.save_stats, lambda file: np.savez(file, mu=mu.cpu(), sigma=cov.cpu()))
     if "prdc" in metrics:
         radii = knn_radii(real_features, args.k)  # a large part of the work, which serves all files
+    if "classwise" in metrics and any(file["labels"] is not None for file in files.values()):
+        of_class = [real_features[real_labels == c] for c in range(len(names))]
+        class_radii = [knn_radii(points, args.k) for points in of_class]
     for name, file in files.items():
         labels, numbers, n = file["labels"], file["numbers"], file["n"]
         recipe = dict(n=n, extractor=about)
@@ -266,16 +269,16 @@ def compare_features(files, real, reference, args, metrics, device):
             for key, value in prdc(real_features, features, args.k, radii).items():
                 numbers[key] = dict(recipe, value=value, k=args.k, reference=training)
         if "classwise" in metrics and labels is not None:
-            classes, of_class = {}, f"{args.data}, the training images of each class"
+            classes = {}
             for c, class_name in enumerate(names):
-                points, fake = real_features[real_labels == c], features[labels == c]
+                points, fake = of_class[c], features[labels == c]
                 fid = frechet_distance(*moments(points), *moments(fake))
-                classes[class_name] = dict(prdc(points, fake, args.k), fid=fid)
+                classes[class_name] = dict(prdc(points, fake, args.k, class_radii[c]), fid=fid)
             for key in ("fid", *PRDC):
                 values = {class_name: row[key] for class_name, row in classes.items()}
                 numbers[f"cw_{key}"] = dict(recipe, value=sum(values.values()) / len(values), classes=values,
                                             k=args.k, n_per_class=labels.bincount().tolist(),
-                                            reference=of_class)
+                                            reference=f"{args.data}, the training images of each class")
             if args.features == "own":
                 right = (logits.argmax(1).cpu() == labels).double().mean().item()
                 numbers["accuracy"] = dict(recipe, value=right)

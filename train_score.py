@@ -684,7 +684,7 @@ def run(main):
         reason = repr(error)
         if re.search("MemoryError|out of memory|allocate memory", reason):
             message = f"out of memory; try a smaller --batch, --size or --width; {kept}"
-        elif re.search("BrokenProcessPool", reason) or dist.is_initialized() and re.search(LOST, reason):
+        elif "BrokenProcessPool" in reason or dist.is_initialized() and re.search(LOST, reason):
             message = f"another process of this job is lost ({reason[:80]}); {kept}"
         else:
             raise
