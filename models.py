@@ -229,7 +229,9 @@ class ExactScore(nn.Module):
         if points.dtype == torch.uint8:
             points = points.float() / 255
         self.register_buffer("center", points.mean(0), persistent=False)
-        self.register_buffer("points", points - self.center, persistent=False)
+        points = points - self.center
+        half_norms = points.square().sum(1, keepdim=True) / 2
+        self.register_buffer("points", torch.cat([points, half_norms], 1), persistent=False)
 
     def forward(self, x, sigma, y=None):
         if y is None:
@@ -245,17 +247,17 @@ class ExactScore(nn.Module):
     def score(self, x, sigma, points):
         flat = x.flatten(1) - self.center  # around the mean of the data, where a product loses fewer digits
         variance = sigma[:, None] ** 2
-        half_norms = points.square().sum(1) / 2
-        block = max(1, 2**22 // len(points))  # rows of weights at a time: 16 MB
-        means = []
-        for rows, v in zip(flat.split(block), variance.split(block)):
-            if points.shape[1] < 8:  # from differences: with few coordinates the points may lie very close
+        if flat.shape[1] < 8:  # from differences: with few coordinates the points may lie very close
+            points, means = points[:, :-1], []
+            for rows, v in zip(flat.split(1024), variance.split(1024)):
                 distance = torch.cdist(rows, points, compute_mode="donot_use_mm_for_euclid_dist")
-                log_w = distance.square_().mul_(-0.5)
-            else:  # −‖x − xᵢ‖² / 2 = x·xᵢ − ‖xᵢ‖² / 2, but for ‖x‖², which softmax does not see
-                log_w = torch.addmm(half_norms, rows, points.T, beta=-1)
-            means.append(torch.softmax(log_w.div_(v), 1) @ points)
-        return ((torch.cat(means) - flat) / variance).view_as(x)
+                means.append(torch.softmax(distance.square_().mul_(-0.5).div_(v), 1) @ points)
+            mean = torch.cat(means)
+        else:  # attention: −‖x − xᵢ‖² / 2 = x·xᵢ − ‖xᵢ‖² / 2, but for ‖x‖², which softmax does not see
+            queries = torch.cat([flat, -torch.ones_like(variance)], 1) / variance
+            batch = (part[None, None] for part in (queries, points, points))
+            mean = F.scaled_dot_product_attention(*batch, scale=1.0)[0, 0, :, :-1]
+        return ((mean - flat) / variance).view_as(x)
 
 
 class EMA:
