@@ -185,47 +185,61 @@ def seeds_of(files, name):
     return [file for key, file in files.items() if re.fullmatch(rf"{name}(-s\d)?", key)]
 
 
-def exact_table_2():
-    """All guidances; of ours and base the difference, seed by seed: its mean ± its standard error."""
-    files = read("results/fashion-16-exact.json")["files"]
+def paired_difference(ours, base, digits):
+    """Of ours and base, seed by seed: the mean ± its standard error."""
+    pairs = [a - b for a, b in zip(ours, base)]
+    error = statistics.stdev(pairs) / len(pairs) ** 0.5
+    return f"{statistics.mean(pairs):+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
+
+
+def exact_table_2(data="fashion-16"):
+    """All guidances; with several seeds, the difference of ours and base."""
+    files = read(f"results/{data}-exact.json")["files"]
     groups = {title: seeds_of(files, name) for name, title in EXACT.items() if name in files}
+    header = [f"{title}, {len(group)} seed{'s' if len(group) > 1 else ''}" for title, group in groups.items()]
+    paired = len(groups["(d) ours"]) > 1
     rows = []
     for key, (title, digits) in EXACT_ROWS.items():
         values = {name: [file["numbers"][key]["value"] for file in group] for name, group in groups.items()}
-        pairs = [ours - base for ours, base in zip(values["(d) ours"], values["(a) base"])]
-        error = statistics.stdev(pairs) / len(pairs) ** 0.5
-        cells = [with_deviation(group, digits) for group in values.values()]
-        difference = f"{statistics.mean(pairs):+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
-        rows.append([title, *cells, difference])
-    header = [f"{title}, {len(group)} seed{'s' if len(group) > 1 else ''}" for title, group in groups.items()]
-    return table(["", *header, "(d) − (a)"], rows)
+        rows.append([title, *(with_deviation(group, digits) for group in values.values())])
+        if paired:
+            rows[-1].append(paired_difference(values["(d) ours"], values["(a) base"], digits))
+    return table(["", *header, *["(d) − (a)"] * paired], rows)
 
 
-def trainings(loss, tag="", tables=None):
+def trainings(loss, tag="", data="fashion-16"):
     """The diagnoses of all seeds of a classifier: classifier-LOSS[-TAG], then those with -s1, -s2."""
-    tables = tables or read("results/fashion-16-exact-diagnose.json")
-    name = f"classifier-{loss}{tag}"
+    tables, name = read(f"results/{data}-exact-diagnose.json"), f"classifier-{loss}{tag}"
     return [tables[key] for key in (name, f"{name}-s1", f"{name}-s2") if key in tables]
 
 
-def exact_table_1():
+def exact_table_1(data="fashion-16", sigma_max=20.0):
     """The diagnosis: nats, and the distance to the true likelihood score at three noise levels."""
     rows = []
     for tag, network in (("", ""), ("-relu", ", ReLU, raw input")):
         for loss, title in LOSSES.items():
-            found = trainings(loss, tag)
+            found = trainings(loss, tag, data)
             if not found:
                 continue
-            cells = [with_deviation([explained_nats(levels, 0.01, 20.0)[0] for levels in found], 2)]
+            cells = [with_deviation([explained_nats(levels, 0.01, sigma_max)[0] for levels in found], 2)]
             for i in (5, 6, 7):
                 relative = statistics.mean(levels[i]["D_L"] / levels[i]["h"] for levels in found)
                 cells.append(f"{with_deviation([levels[i]['D_L'] for levels in found], 3)} ({relative:.2f})")
             for key in ("accuracy", "alpha"):
                 cells.append(with_deviation([levels[6][key] for levels in found], 3))
-            rows.append([title.removesuffix("'") + network, str(len(found)), *cells])
-    levels = [f"D_L at σ = {trainings('ce')[0][i]['sigma']:.2g}" for i in (5, 6, 7)]
-    header = ["classifier", "trainings", "nats", *levels, "accuracy at σ = 1.4", "α\\* there"]
-    return table(header, rows)
+            rows.append([title.removesuffix("'") + network, str(len(found)),
+                         *(cell.replace("-", "−") for cell in cells)])
+    sigma = [f"{trainings('ce', '', data)[0][i]['sigma']:.2g}" for i in (5, 6, 7)]
+    header = ["classifier", "trainings", "nats", *(f"D_L at σ = {value}" for value in sigma)]
+    return table([*header, f"accuracy at σ = {sigma[1]}", "α\\* there"], rows)
+
+
+def cifar_exact_table_1():
+    return exact_table_1("cifar10-16", 25.0)
+
+
+def cifar_exact_table_2():
+    return exact_table_2("cifar10-16")
 
 
 def gpu():
