@@ -192,19 +192,28 @@ def paired_difference(ours, base, digits):
     return f"{statistics.mean(pairs):+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
 
 
-def exact_table_2(data="fashion-16"):
-    """All guidances; with several seeds, the difference of ours and base."""
-    files = read(f"results/{data}-exact.json")["files"]
-    groups = {title: seeds_of(files, name) for name, title in EXACT.items() if name in files}
+def over_seeds(name, titles, rows):
+    """Table 2, a column per guidance with all its seeds, the last one ours less base where there are several."""
+    files = read(f"results/{name}.json")["files"]
+    groups = {title: seeds_of(files, key) for key, title in titles.items() if key in files}
     header = [f"{title}, {len(group)} seed{'s' if len(group) > 1 else ''}" for title, group in groups.items()]
     paired = len(groups["(d) ours"]) > 1
-    rows = []
-    for key, (title, digits) in EXACT_ROWS.items():
-        values = {name: [file["numbers"][key]["value"] for file in group] for name, group in groups.items()}
-        rows.append([title, *(with_deviation(group, digits) for group in values.values())])
+    lines = []
+    for key, (title, digits) in rows.items():
+        values = {name: [file["numbers"][key]["value"] for file in group if key in file["numbers"]]
+                  for name, group in groups.items()}
+        lines.append([title, *(with_deviation(group, digits) for group in values.values())])
         if paired:
-            rows[-1].append(paired_difference(values["(d) ours"], values["(a) base"], digits))
-    return table(["", *header, *["(d) − (a)"] * paired], rows)
+            lines[-1].append(paired_difference(values["(d) ours"], values["(a) base"], digits))
+    return table(["", *header, *["(d) − (a)"] * paired], lines)
+
+
+def exact_table_2():
+    return over_seeds("fashion-16-exact", EXACT, EXACT_ROWS)
+
+
+def cifar_exact_table_2():
+    return over_seeds("cifar10-16-exact", EXACT, EXACT_ROWS)
 
 
 def trainings(loss, tag="", data="fashion-16"):
@@ -236,10 +245,6 @@ def exact_table_1(data="fashion-16", sigma_max=20.0):
 
 def cifar_exact_table_1():
     return exact_table_1("cifar10-16", 25.0)
-
-
-def cifar_exact_table_2():
-    return exact_table_2("cifar10-16")
 
 
 def gpu():
