@@ -92,12 +92,93 @@ def table_2(name, columns=None, paper=None):
     return markdown(shown, "FD", real=["test"])
 
 
-def fashion_alpha_1():
-    return table_2("fashion-16", ["base", "dlsm", "renorm", "base-aauto", "test"])
+QUALITY = {key: (f"{key.capitalize()} ↑", 3) for key in PRDC}
+QUALITY |= {"cw_fid": ("(CW) FD ↓", 2), **{f"cw_{key}": (f"(CW) {key.capitalize()} ↑", 3) for key in PRDC}}
 
 
-def fashion_scaled():
-    return table_2("fashion-16", ["base-a3", "dlsm-a3", "scaling", "dlsm-a10"])
+def seeds_of(files, name):
+    """The files of a guidance: NAME, NAME-s1, NAME-s2, ..."""
+    return [file for key, file in files.items() if re.fullmatch(rf"{name}(-s\d)?", key)]
+
+
+def paired_difference(ours, base, digits):
+    """Of ours and base, seed by seed: the mean ± its standard error."""
+    pairs = [a - b for a, b in zip(ours, base)]
+    error = statistics.stdev(pairs) / len(pairs) ** 0.5
+    return f"{statistics.mean(pairs):+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
+
+
+def over_seeds(name, titles, rows):
+    """Table 2, a column per guidance with all its seeds, the last one ours less base where there are several."""
+    files = read(f"results/{name}.json")["files"]
+    groups = {title: seeds_of(files, key) for key, title in titles.items() if key in files}
+    header = [f"{title}, {len(group)} seeds" if len(group) > 1 else title for title, group in groups.items()]
+    paired = len(groups["(d) ours"]) > 1
+    lines = []
+    for key, (title, digits) in rows.items():
+        values = {name: [file["numbers"][key]["value"] for file in group if key in file["numbers"]]
+                  for name, group in groups.items()}
+        lines.append([title, *(with_deviation(group, digits) for group in values.values())])
+        if paired:
+            lines[-1].append(paired_difference(values["(d) ours"], values["(a) base"], digits))
+    return table(["", *header, *["(d) − (a)"] * paired], lines)
+
+
+def trainings(name, key):
+    """The diagnoses of all seeds of a classifier: KEY, KEY-s1, KEY-s2, as levels of noise."""
+    tables = read(f"results/{name}.json")
+    return [tables[one] for one in (key, f"{key}-s1", f"{key}-s2") if one in tables]
+
+
+def all_nats(found, sigma_max=20.0):
+    return [explained_nats(levels, 0.01, sigma_max)[0] for levels in found]
+
+
+# ------------------------------------------------------------ images with a trained score model
+
+TRAINED = {"none": "no guidance", "base": "(a) base", "scaling": "(b) scaling", "dlsm": "(d) ours",
+           "dlsm-a10": "(d) + scaling", "test": "real images"}
+TRAINED_ROWS = {"fid": ("FD ↓", 2), "is": ("IS ↑", 2), "accuracy": ("Class accuracy ↑", 3), **QUALITY}
+
+
+def fashion_samples():
+    return over_seeds("fashion-16", TRAINED, TRAINED_ROWS)
+
+
+def fashion_alpha():
+    """Table A5: a row per guidance scale, base / ours, seed 0."""
+    files = read("results/fashion-16.json")["files"]
+    columns = {"fid": "FD ↓", "accuracy": "Class accuracy ↑", "precision": "Precision ↑", "recall": "Recall ↑",
+               "cw_precision": "(CW) Precision ↑", "cw_recall": "(CW) Recall ↑"}
+    rows = []
+    for alpha in ("0.5", "1", "3", "5", "10", "20"):
+        base = {"1": "base", "10": "scaling"}.get(alpha, f"base-a{alpha}")
+        both = [files[base], files["dlsm" if alpha == "1" else f"dlsm-a{alpha}"]]
+        cells = [alpha]
+        for key in columns:
+            digits = 2 if key == "fid" else 3
+            cells.append(" / ".join(f"{file['numbers'][key]['value']:.{digits}f}" for file in both))
+        rows.append(cells)
+    return table(["α", *columns.values()], rows)
+
+
+def fashion_diagnosis():
+    """At σ = 1.4, where most of the class is decided; by score model and length of the training."""
+    groups = (("24,000", "4,000", "fashion-16-diagnose", {"ce": "L_CE", "total": "L_Total"}),
+              ("6,000", "2,000", "fashion-16-seeds-diagnose", LOSSES),
+              ("6,000", "1,000", "fashion-16-short",
+               {"ce": "L_CE", "total": "L_Total", "ce-relu": "L_CE, ReLU",
+                "total-paper": "L_Total, the paper's weights"}))
+    rows = []
+    for score_steps, steps, name, classifiers in groups:
+        for key, title in classifiers.items():
+            found = trainings(name, f"classifier-{key}")
+            cells = [title, score_steps, steps, str(len(found)), with_deviation(all_nats(found), 2)]
+            for column in ("accuracy", "ce", "gain", "alpha"):
+                cells.append(with_deviation([levels[6][column] for levels in found], 3))
+            rows.append(cells)
+    return table(["classifier", "steps of the score model", "of the classifier", "trainings", "nats",
+                  "σ = 1.4: accuracy", "cross-entropy", "gain", "α\\*"], rows)
 
 
 def cifar_alpha_1():
@@ -106,25 +187,6 @@ def cifar_alpha_1():
 
 def cifar_scaled():
     return table_2("cifar10-16", ["base-aauto", "base-a3", "dlsm-a3", "dlsm-a10"])
-
-
-def diagnosis_row(name, steps, rows, level=6):
-    nats, error = explained_nats(rows, 0.01, 20.0)
-    numbers = [f"{rows[level][key]:.3f}" for key in ("accuracy", "ce", "gain")]
-    return [name, f"{steps:,}", f"{nats:.2f} ± {error:.2f}", *numbers, f"{rows[level]['alpha']:.2f}"]
-
-
-def fashion_diagnosis():
-    """At σ = 1.4, where most of the class is decided."""
-    long, short = read("pretrained/fashion-16/diagnose.json"), read("results/fashion-16-short.json")
-    names = (("L_CE", "ce", 2000), ("L_DLSM'", "dlsm", 2000), ("L_Total", "total", 2000),
-             ("L_CE", "ce", 1000), ("L_Total", "total", 1000), ("L_CE, ReLU", "ce-relu", 1000),
-             ("L_Total, the paper's weights", "total-paper", 1000))
-    rows = [diagnosis_row(name, steps, (long if steps == 2000 else short)[f"classifier-{key}"])
-            for name, key, steps in names]
-    header = ["classifier", "steps", "all noise levels, nats", "σ = 1.4: accuracy", "cross-entropy", "gain",
-              "α\\*"]
-    return table(header, rows)
 
 
 def numbers_row(title, files, nats=()):
@@ -141,12 +203,9 @@ SEED_COLUMNS = ["", "images", "nats", "FD", "Class accuracy", "(CW) Precision", 
 
 def fashion_seeds():
     files = read("results/fashion-16-seeds.json")["files"]
-    tables = {**read("pretrained/fashion-16/diagnose.json"),
-              **read("results/fashion-16-seeds-diagnose.json")}
     rows = []
     for name, loss in (("base", "ce"), ("dlsm", "total")):
-        names = [f"classifier-{loss}{tag}" for tag in ("", "-s1", "-s2")]
-        nats = [explained_nats(tables[key], 0.01, 20.0)[0] for key in names]
+        nats = all_nats(trainings("fashion-16-seeds-diagnose", f"classifier-{loss}"))
         group = [files[f"{name}-s{i}"] for i in range(3)]
         rows.append(numbers_row(f"{name}, three classifiers", group, nats))
     rows.append(numbers_row("none", [files["none-s0"]]))
@@ -173,53 +232,21 @@ def real_against_real():
 # ------------------------------------------------------------ images with an exact score model
 
 EXACT_ROWS = {"fid": ("FD ↓", 2), "exact_accuracy": ("Class accuracy, exact ↑", 3),
-              "distinct": ("Distinct images", 0), "precision": ("Precision ↑", 3), "recall": ("Recall ↑", 3),
-              "density": ("Density ↑", 3), "coverage": ("Coverage ↑", 3), "cw_fid": ("(CW) FD ↓", 2),
-              **{f"cw_{key}": (f"(CW) {key.capitalize()} ↑", 3) for key in PRDC}}
-EXACT = {"base": "(a) base", "scaling": "(b) scaling", "renorm": "(b') re-normalised", "dlsm": "(d) ours",
-         "oracle": "(e) oracle", "base-relu": "(a) base, ReLU", "dlsm-relu": "(d) ours, ReLU"}
-
-
-def seeds_of(files, name):
-    """The files of a guidance: NAME, NAME-s1, NAME-s2, ..."""
-    return [file for key, file in files.items() if re.fullmatch(rf"{name}(-s\d)?", key)]
-
-
-def paired_difference(ours, base, digits):
-    """Of ours and base, seed by seed: the mean ± its standard error."""
-    pairs = [a - b for a, b in zip(ours, base)]
-    error = statistics.stdev(pairs) / len(pairs) ** 0.5
-    return f"{statistics.mean(pairs):+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
-
-
-def over_seeds(name, titles, rows):
-    """Table 2, a column per guidance with all its seeds, the last one ours less base where there are several."""
-    files = read(f"results/{name}.json")["files"]
-    groups = {title: seeds_of(files, key) for key, title in titles.items() if key in files}
-    header = [f"{title}, {len(group)} seed{'s' if len(group) > 1 else ''}" for title, group in groups.items()]
-    paired = len(groups["(d) ours"]) > 1
-    lines = []
-    for key, (title, digits) in rows.items():
-        values = {name: [file["numbers"][key]["value"] for file in group if key in file["numbers"]]
-                  for name, group in groups.items()}
-        lines.append([title, *(with_deviation(group, digits) for group in values.values())])
-        if paired:
-            lines[-1].append(paired_difference(values["(d) ours"], values["(a) base"], digits))
-    return table(["", *header, *["(d) − (a)"] * paired], lines)
+              "distinct": ("Distinct images", 0), **QUALITY}
+EXACT = {"base": "(a) base", "scaling": "(b) scaling", "dlsm": "(d) ours", "oracle": "(e) oracle"}
+RELU = {"base-relu": "(a) base", "dlsm-relu": "(d) ours", "oracle": "(e) oracle"}
 
 
 def exact_table_2():
     return over_seeds("fashion-16-exact", EXACT, EXACT_ROWS)
 
 
+def exact_table_2_relu():
+    return over_seeds("fashion-16-exact-relu", RELU, EXACT_ROWS)
+
+
 def cifar_exact_table_2():
     return over_seeds("cifar10-16-exact", EXACT, EXACT_ROWS)
-
-
-def trainings(loss, tag="", data="fashion-16"):
-    """The diagnoses of all seeds of a classifier: classifier-LOSS[-TAG], then those with -s1, -s2."""
-    tables, name = read(f"results/{data}-exact-diagnose.json"), f"classifier-{loss}{tag}"
-    return [tables[key] for key in (name, f"{name}-s1", f"{name}-s2") if key in tables]
 
 
 def exact_table_1(data="fashion-16", sigma_max=20.0):
@@ -227,10 +254,11 @@ def exact_table_1(data="fashion-16", sigma_max=20.0):
     rows = []
     for tag, network in (("", ""), ("-relu", ", ReLU, raw input")):
         for loss, title in LOSSES.items():
-            found = trainings(loss, tag, data)
+            found = trainings(f"{data}-exact-diagnose", f"classifier-{loss}{tag}")
             if not found:
                 continue
-            cells = [with_deviation([explained_nats(levels, 0.01, sigma_max)[0] for levels in found], 2)]
+            sigma = [f"{found[0][i]['sigma']:.2g}" for i in (5, 6, 7)]
+            cells = [with_deviation(all_nats(found, sigma_max), 2)]
             for i in (5, 6, 7):
                 relative = statistics.mean(levels[i]["D_L"] / levels[i]["h"] for levels in found)
                 cells.append(f"{with_deviation([levels[i]['D_L'] for levels in found], 3)} ({relative:.2f})")
@@ -238,7 +266,6 @@ def exact_table_1(data="fashion-16", sigma_max=20.0):
                 cells.append(with_deviation([levels[6][key] for levels in found], 3))
             rows.append([title.removesuffix("'") + network, str(len(found)),
                          *(cell.replace("-", "−") for cell in cells)])
-    sigma = [f"{trainings('ce', '', data)[0][i]['sigma']:.2g}" for i in (5, 6, 7)]
     header = ["classifier", "trainings", "nats", *(f"D_L at σ = {value}" for value in sigma)]
     return table([*header, f"accuracy at σ = {sigma[1]}", "α\\* there"], rows)
 
@@ -260,22 +287,16 @@ def benchmark():
 # ------------------------------------------------------------ the README
 
 
-def exact_glance():
-    """Of the exact score model: D_L where most of the class is decided, nats, FD of samples."""
-    rows, name = [], "Fashion-MNIST at 16×16, exact score model"
-    both = [trainings("ce"), trainings("total")]
-    cells = [with_deviation([levels[6]["D_L"] for levels in found], 3) for found in both]
-    rows.append([f"{name}, {len(both[0])} seeds: D_L at σ = 1.4", *cells, ""])
-    cells = [with_deviation([explained_nats(levels, 0.01, 20.0)[0] for levels in found], 2) for found in both]
-    rows.append(["the same: nats", *cells, ""])
-    files = read("results/fashion-16-exact.json")["files"]
-    scaling = files["scaling"]["numbers"]["fid"]["value"]
-    cells = [with_deviation([file["numbers"]["fid"]["value"] for file in seeds_of(files, name)], 2)
-             for name in ("base", "dlsm")]
-    cells[0] += f" ({scaling:.2f})"
-    n = files["base"]["n"]
-    rows.append([f"the same: FD@{n} of samples (with α = 10)", *cells, "FID 4.10 (12.48) → 2.25"])
-    return rows
+def both_losses(name):
+    """What the diagnosis and the samples of a result file have of L_CE and of L_Total: D_L, nats, FD."""
+    found = [trainings(f"{name}-diagnose", f"classifier-{loss}") for loss in ("ce", "total")]
+    D_L = [with_deviation([levels[6]["D_L"] for levels in each if "D_L" in levels[6]], 3) for each in found]
+    nats = [with_deviation(all_nats(each), 2) for each in found]
+    files = read(f"results/{name}.json")["files"]
+    FD = [with_deviation([file["numbers"]["fid"]["value"] for file in seeds_of(files, guidance)], 2)
+          for guidance in ("base", "dlsm")]
+    FD[0] += f" ({files['scaling']['numbers']['fid']['value']:.2f})"
+    return len(found[0]), D_L, nats, FD, f"FD@{files['base']['n']} of samples (with α = 10)"
 
 
 def glance():
@@ -285,16 +306,13 @@ def glance():
         ours = [pair(results["losses"][loss]["D_L"]) for loss in ("ce", "total")]
         paper = " → ".join(pair(PAPER[key]["D_L"]) for key in ("a", "d"))
         rows.append([title, *ours, paper])
-    rows += exact_glance()
-    tables = read("results/fashion-16-seeds-diagnose.json")
-    tables.update(read("pretrained/fashion-16/diagnose.json"))
-    nats = [[explained_nats(tables[f"classifier-{loss}{tag}"], 0.01, 20.0)[0] for tag in ("", "-s1", "-s2")]
-            for loss in ("ce", "total")]
-    rows.append(["the same, trained score model, 3 seeds: nats", *(with_deviation(v, 2) for v in nats), ""])
-    files = read("results/fashion-16-seeds.json")["files"]
-    cells = [with_deviation([files[f"{name}-s{i}"]["numbers"]["fid"]["value"] for i in range(3)], 2)
-             for name in ("base", "dlsm")]
-    rows.append(["the same: FD@2500 of samples, α = 1", *cells, "FID 4.10 → 2.25 (CIFAR-10)"])
+    paper = "FID 4.10 (12.48) → 2.25"
+    seeds, D_L, nats, FD, title = both_losses("fashion-16-exact")
+    rows.append([f"Fashion-MNIST at 16×16, exact score model, {seeds} seeds: D_L at σ = 1.4", *D_L, ""])
+    rows += [["the same: nats", *nats, ""], [f"the same: {title}", *FD, paper]]
+    seeds, _, nats, FD, title = both_losses("fashion-16")
+    rows.append([f"the same, trained score model, {seeds} seeds: nats", *nats, ""])
+    rows.append([f"the same: {title}", *FD, paper])
     tables = read("pretrained/cifar10-16/diagnose.json")
     nats = [explained_nats(tables[f"classifier-{loss}"], 0.01, 25.0) for loss in ("ce", "total")]
     cells = [f"{value:.2f} ± {error:.2f}" for value, error in nats]
