@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from models import NoisyResNet, UserError, checksum, load_checkpoint, save_checkpoint, write_whole
+from models import (NoisyResNet, UserError, checksum, load_checkpoint, load_model, save_checkpoint,
+                    write_whole)
 from sample import chart, save_grid
 from train_classifier import ce_loss
 from train_score import (Parser, Plan, Progress, bounded, check_images, derive_seed, fit, image_batches,
@@ -181,7 +182,7 @@ def make_parser():
     parser.group("features and classifiers")
     parser.flag("--features", "inception", "own: of a ResNet trained here", choices=["inception", "own"])
     parser.flag("--own-steps", 1500, "training steps of that ResNet, of 128 images", bounded(int, 1, 10**9))
-    parser.flag("--weights", None, "Inception's weights (default: in ROOT/features, else fetched)")
+    parser.flag("--weights", None, "Inception's (default: in ROOT/features, else fetched), or those of own")
     parser.flag("--resize", "tf", "tf: the paper's rule; torch: pytorch-fid's", choices=["tf", "torch"])
     parser.flag("--batch", 100, "images per pass", bounded(int, 1, 10**5), metavar="N")
     networks = ["resnet18", "resnet34", "resnet50"]
@@ -307,8 +308,9 @@ def measure_cas(files, real, args, device):
     recipe, config = dict(CAS, steps=args.cas_steps), (args.cas_model, len(real[2]))
 
     def cas(images, labels):
-        _, accuracy = train_clean("cas", ResNet, config, images, labels, recipe, args, device)
-        return dict(value=accuracy, n=len(images), model=args.cas_model, seed=args.seed, **recipe)
+        net = train_clean("cas", ResNet, config, images, labels, recipe, args, device)
+        return dict(value=test_accuracy(net, args, device), n=len(images), model=args.cas_model,
+                    seed=args.seed, **recipe)
 
     of_real = None
     for file in files.values():
@@ -394,15 +396,20 @@ def make_extractor(real, args, metrics, device):
         images, labels, names = real
         config = (OWN["depth"], len(names), OWN["width"], images.shape[1])
         recipe = dict(OWN, steps=args.own_steps)
-        net, accuracy = train_clean("own", NoisyResNet, config, images, labels, recipe, args, device)
-        about = dict(features="own", sha256=checksum(net.state_dict()), test_accuracy=accuracy)
+        if args.weights:
+            net = load_own(args.weights, images, names, device)
+        else:
+            net = train_clean("own", NoisyResNet, config, images, labels, recipe, args, device)
+        recipe = {key: value for key, value in net.about["settings"].items() if key != "config"}
+        about = dict(features="own", sha256=checksum(net.state_dict()),
+                     test_accuracy=test_accuracy(net, args, device), **recipe)
 
         def own(images):
             x = images.float() / 255
             features = net.features(x, x.new_full(x.shape[:1], CLEAN))
             return features, net.linear(features)
 
-        return dict(about, seed=args.seed, **recipe), own
+        return about, own
     path, sha = inception_weights(args.weights, args.root)
     net, head = (part.to(device) for part in load_inception(path))
     if "is" in metrics and not head.weight.any():
@@ -449,22 +456,37 @@ class ResNet(nn.Module):
 
 
 def train_clean(kind, network, config, images, labels, recipe, args, device):
-    """A classifier of images without noise, kept by content, trained once → it, its test accuracy."""
+    """A classifier of images without noise, kept by content, trained once."""
     torch.manual_seed(derive_seed(args.seed, kind))
     net = network(*config).to(device)
-    settings = dict(recipe, seed=args.seed, config=net.config)
+    settings = dict(recipe, seed=args.seed, data=args.data, size=images.shape[-1], config=net.config)
     path = pathlib.Path(args.root) / "features" / f"{kind}-{checksum([images, labels, settings])[:24]}.pt"
     batch = image_batches(images, labels, recipe["batch"], args.seed, CLEAN, CLEAN, flip=False)
     plan = Plan(recipe["steps"], recipe["lr"], cosine=recipe["cosine"], seed=args.seed)
     fit(net, batch, lambda x, sigma, y, z: ce_loss(net, x, sigma, y, 0.0), path, kind, settings, plan, device,
         restart=args.restart)
-    net.eval().requires_grad_(False)
+    net.about = dict(settings=settings)
+    return net.eval().requires_grad_(False)
+
+
+def load_own(path, images, names, device):
+    """An extractor of an earlier --features own, which lies in ROOT/features or is bundled."""
+    net = load_model(path, device, "own")
+    found = {**net.about["settings"], **net.config}
+    found = [found.get(key) for key in ("size", "channels", "classes")]
+    wanted = [images.shape[-1], images.shape[1], len(names)]
+    if found != wanted:
+        raise UserError(f"--weights {path}: is for (size, channels, classes) {found}, these are {wanted}")
+    return net
+
+
+def test_accuracy(net, args, device):
     images, labels, _ = load_images(args.data, "test", args.size, args.root)
     right = 0
     for x, y in zip(images.split(args.batch), labels.split(args.batch)):
         x = x.to(device).float() / 255
         right += (net(x, x.new_full(y.shape, CLEAN)).argmax(1).cpu() == y).sum().item()
-    return net, right / len(images)
+    return right / len(images)
 
 
 # ------------------------------------------------------------ 3. machinery: files, checks, the table

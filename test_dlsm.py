@@ -1274,6 +1274,14 @@ def test_a_whole_evaluation(work, main):
     before = snapshot(work / "root")
     main("evaluate", *FLAGS, *flags, cwd=work)
     assert snapshot(work / "root") == before  # nothing is computed twice
+    extractor, = (path for path in (work / "root" / "features").glob("own-*.pt") if path.stat().st_size > 1e6)
+    shutil.copy(extractor, work / "own.pt")
+    line = f"{GOOD} --root other --own-steps 1 --weights own.pt --metrics fid,prdc --out kept".split()
+    main("evaluate", *FLAGS, *line, cwd=work)  # the same features, and no training
+    again = numbers_of(work / "kept", "good")
+    assert again == approx({key: numbers[key]["value"] for key in again}, rel=1e-4) and len(again) > 4
+    line = "test --data shapes --size 8 --weights own.pt --metrics fid".split()
+    assert "(size, channels, classes) [8, 1, 3]" in main("evaluate", *FLAGS, *line, cwd=work, code=2)
 
 
 def test_files_of_others_statistics_exact_copies_and_held_out_images(work, main):

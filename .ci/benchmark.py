@@ -244,17 +244,24 @@ def metrics(quick):
 
 
 def features(quick):
-    """Inception's features, against the same layers as pytorch-fid runs them: BatchNorms apart, 50 images at a time."""
+    """Inception's features with random weights, against pytorch-fid where it is installed, else against its layers."""
     torch.manual_seed(0)
     settings = dict(weights=None, num_classes=1008, aux_logits=False, transform_input=False, init_weights=False)
     plain = import_torchvision().models.inception_v3(**settings).eval().requires_grad_(False)
+    weights = plain.state_dict()
     with tempfile.NamedTemporaryFile(suffix=".pth") as file:
-        torch.save(plain.state_dict(), file.name)
+        torch.save(weights, file.name)
         ours, _ = load_inception(file.name)
     images = torch.rand(2 if quick else 50, 3, 299, 299)
-    plain.fc = torch.nn.Identity()
+    plain.fc, note = torch.nn.Identity(), "against its layers as pytorch-fid runs them"
+    if importlib.util.find_spec("pytorch_fid"):
+        from pytorch_fid import inception
+        with mock.patch.object(inception, "load_state_dict_from_url", lambda *_, **__: weights):
+            plain = inception.InceptionV3(resize_input=False, normalize_input=False).eval()
+        difference = (ours(images[:2]) - plain(images[:2])[0][..., 0, 0]).abs().max().item()
+        note = f"against pytorch-fid, largest difference {difference:.1g}"
     a, b = times(lambda: [ours(part) for part in images.split(10)], lambda: plain(images), rounds=1 if quick else 3)
-    row(f"Inception features of {len(images)} images, s", a, b, "against its layers as pytorch-fid runs them")
+    row(f"Inception features of {len(images)} images, s", a, b, note)
 
 
 def quality(real, x):
