@@ -145,6 +145,31 @@ def fashion_samples():
     return over_seeds("fashion-16", TRAINED, TRAINED_ROWS)
 
 
+OTHERS = {"base": "(a) base", "base-aauto": "base, α\\*(σ)", "base-interval": "base, where it gains",
+          "renorm": "re-normalised, α = 10", "scaling": "(b) scaling"}
+
+
+def fashion_others():
+    """Other ways to guide with the same classifier, seed 0."""
+    files = read("results/fashion-16.json")["files"]
+    rows = [[title, *(f"{files[name]['numbers'][key]['value']:.{digits}f}" for name in OTHERS)]
+            for key, (title, digits) in TRAINED_ROWS.items()]
+    return table(["", *OTHERS.values()], rows)
+
+
+def fashion_lambda():
+    """Table A4 by the diagnosis, in the order of the paper."""
+    tables = read("results/fashion-16-lambda.json")
+    rows = []
+    for lam in ("2", "1", "0.5", "0.125"):
+        levels = tables[f"classifier-total-lam{lam}"]
+        nats, error = explained_nats(levels, 0.01, 20.0)
+        rows.append([lam, f"{nats:.2f} ± {error:.2f}",
+                     *(f"{levels[6][key]:.3f}" for key in ("accuracy", "ce", "gain", "alpha")),
+                     f"{levels[1]['accuracy']:.3f}"])
+    return table(["λ", "nats", "σ = 1.4: accuracy", "cross-entropy", "gain", "α\\*", "σ = 0.03: accuracy"], rows)
+
+
 def fashion_alpha():
     """Table A5: a row per guidance scale, base / ours, seed 0."""
     files = read("results/fashion-16.json")["files"]
@@ -216,6 +241,14 @@ def fashion_seeds():
         for name in names.split():
             rows.append(numbers_row(f"{name}, {sampler}", [files[f"{name}-{key}"]]))
     return table(SEED_COLUMNS, rows)
+
+
+def fid_of_real_images():
+    rows = []
+    for rule, measured in read("results/cifar10-fid.json").items():
+        number = measured["files"]["test"]["numbers"]["fid"]
+        rows.append([f"`--resize {rule}`", f"{number['n']:,}", "50,000", f"{number['value']:.3f}"])
+    return table(["", "test images", "training images", "FID"], rows)
 
 
 def real_against_real():
