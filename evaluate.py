@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from models import (NoisyResNet, UserError, checksum, load_checkpoint, load_model, save_checkpoint,
-                    write_whole)
+from models import (NoisyResNet, UserError, checksum, fold_batchnorm, load_checkpoint, load_model,
+                    save_checkpoint, write_whole)
 from sample import chart, save_grid
 from train_classifier import ce_loss
-from train_score import (Parser, Plan, Progress, bounded, check_images, derive_seed, fit, image_batches,
-                         import_torchvision, load_images, read_folder, read_npz, read_recipe, run, run_folder,
-                         say, set_up, shared_flags)
+from train_score import (WORLD, Parser, Plan, Progress, bounded, check_images, derive_seed, fit,
+                         image_batches, import_torchvision, load_images, read_folder, read_npz, read_recipe,
+                         run, run_folder, say, set_up, shared_flags)
 
 # ------------------------------------------------------------ 1. the story: the metrics, then the stage
 
@@ -199,7 +199,7 @@ def main():
         raise UserError(f"{folder}: has no samples-*.npz; python sample.py makes them, or name your files")
     files = {}
     for path in paths:
-        name = path.stem.removeprefix("samples-")
+        name = (path.name if path.is_dir() else path.stem).removeprefix("samples-")
         while name in files:
             name = f"{path.absolute().parent.name}-{name}"
         files[name] = read_samples(path)
@@ -243,12 +243,18 @@ def compare_features(files, real, reference, args, metrics, device):
     about, network = make_extractor(real, args, metrics, device)
     images, real_labels, names = real or ((), None, None)
     training = f"{args.data}, {len(images)} training images"
+    mark = " ".join(map(str, (about["features"], about["sha256"], about.get("resize", ""))))
+    if reference:
+        *reference, theirs = reference
+        if theirs not in ("", mark):
+            raise UserError(f"--stats {args.stats}: is of other features ({theirs}), these are {mark}")
     if real:
         real_features, _ = extract(images, about, network, args, device, "real images")
         mu, cov = moments(real_features)
         reference = reference or (mu, cov)
     if args.save_stats:
-        write_whole(args.save_stats, lambda file: np.savez(file, mu=mu.cpu(), sigma=cov.cpu()))
+        arrays = dict(mu=mu.cpu(), sigma=cov.cpu(), extractor=mark)
+        write_whole(args.save_stats, lambda file: np.savez(file, **arrays))
     if "prdc" in metrics:
         radii = knn_radii(real_features, args.k)  # a large part of the work, which serves all files
     if "classwise" in metrics and any(file["labels"] is not None for file in files.values()):
@@ -373,11 +379,8 @@ def load_inception(path):
         net.load_state_dict(load_checkpoint(path))
     except (RuntimeError, AttributeError):
         raise UserError(f"{path}: not FID's Inception; the usual file is {WEIGHTS}") from None
-    for layer in net.modules():
-        if hasattr(layer, "bn"):
-            layer.conv, layer.bn = nn.utils.fuse_conv_bn_eval(layer.conv, layer.bn), nn.Identity()
     head, net.fc = net.fc, nn.Identity()
-    net = fx.symbolic_trace(net.requires_grad_(False))
+    net = fx.symbolic_trace(fold_batchnorm(net))
     *pools, last = [node for node in net.graph.nodes if node.target is F.avg_pool2d]
     last.target = F.max_pool2d
     for pool in pools:
@@ -394,13 +397,19 @@ def make_extractor(real, args, metrics, device):
     """→ the recipe of the features, and network(images) → features, logits."""
     if args.features == "own":
         images, labels, names = real
-        config = (OWN["depth"], len(names), OWN["width"], images.shape[1])
-        recipe = dict(OWN, steps=args.own_steps)
-        if args.weights:
-            net = load_own(args.weights, images, names, device)
+        if args.weights:  # of an earlier evaluation, from its ROOT/features
+            net = load_model(args.weights, device, "own")
         else:
+            config = (OWN["depth"], len(names), OWN["width"], images.shape[1])
+            recipe = dict(OWN, steps=args.own_steps)
             net = train_clean("own", NoisyResNet, config, images, labels, recipe, args, device)
-        recipe = {key: value for key, value in net.about["settings"].items() if key != "config"}
+        recipe = dict(net.about["settings"])
+        config = recipe.pop("config")
+        found = [recipe.get("size"), config["channels"], config["classes"]]
+        wanted = [images.shape[-1], images.shape[1], len(names)]
+        if found != wanted:
+            is_for = f"is for (size, channels, classes) {found}, not {wanted}"
+            raise UserError(f"--weights {args.weights}: {is_for}")
         about = dict(features="own", sha256=checksum(net.state_dict()),
                      test_accuracy=test_accuracy(net, args, device), **recipe)
 
@@ -459,25 +468,15 @@ def train_clean(kind, network, config, images, labels, recipe, args, device):
     """A classifier of images without noise, kept by content, trained once."""
     torch.manual_seed(derive_seed(args.seed, kind))
     net = network(*config).to(device)
-    settings = dict(recipe, seed=args.seed, data=args.data, size=images.shape[-1], config=net.config)
+    settings = dict(recipe, seed=args.seed, size=images.shape[-1], config=net.config)
     path = pathlib.Path(args.root) / "features" / f"{kind}-{checksum([images, labels, settings])[:24]}.pt"
+    settings["data"] = args.data  # a name only, which `difference` passes over
     batch = image_batches(images, labels, recipe["batch"], args.seed, CLEAN, CLEAN, flip=False)
     plan = Plan(recipe["steps"], recipe["lr"], cosine=recipe["cosine"], seed=args.seed)
     fit(net, batch, lambda x, sigma, y, z: ce_loss(net, x, sigma, y, 0.0), path, kind, settings, plan, device,
         restart=args.restart)
     net.about = dict(settings=settings)
     return net.eval().requires_grad_(False)
-
-
-def load_own(path, images, names, device):
-    """An extractor of an earlier --features own, which lies in ROOT/features or is bundled."""
-    net = load_model(path, device, "own")
-    found = {**net.about["settings"], **net.config}
-    found = [found.get(key) for key in ("size", "channels", "classes")]
-    wanted = [images.shape[-1], images.shape[1], len(names)]
-    if found != wanted:
-        raise UserError(f"--weights {path}: is for (size, channels, classes) {found}, these are {wanted}")
-    return net
 
 
 def test_accuracy(net, args, device):
@@ -510,6 +509,8 @@ def read_samples(path):
 
 def prepare(files, args, out):
     """Completes args, checks all before the work starts → device, metrics, real images, FID's reference."""
+    if WORLD > 1:
+        raise UserError("torchrun: an evaluation is one process; start it with python")
     device = set_up(args)
     torch.set_float32_matmul_precision("highest")  # no TF32
     torch.backends.cudnn.allow_tf32 = False
@@ -523,17 +524,25 @@ def prepare(files, args, out):
         raise UserError(f"--metrics {args.metrics}: must be all, or some of {','.join(METRICS)}")
     if args.metrics is None and device.type != "cuda":
         metrics.remove("cas")  # which would take hours
+    parser, own = make_parser(), args.features == "own"
+    parser.refuse(args, f"with --features {args.features}", "resize" if own else "own_steps")
+    if own and args.weights:
+        parser.refuse(args, "with --weights", "own_steps")
+    if "fid" not in metrics:
+        parser.refuse(args, "without fid among --metrics", "stats")
+    if "cas" not in metrics:
+        parser.refuse(args, "without cas among --metrics", "cas_model", "cas_steps")
     if args.paper and args.data not in PAPER:
         raise UserError(f"--paper: the paper has {' and '.join(PAPER)}, not --data {args.data}")
     reference, real, most = None, None, None
     if args.stats:
         found = read_npz(args.stats)
-        d = 2048 if args.features == "inception" else 8 * OWN["width"]
+        d = 8 * OWN["width"] if own else 2048
         if [np.shape(found.get(key)) for key in ("mu", "sigma")] != [(d,), (d, d)]:
             wanted = f"--features {args.features} needs mu ({d},), sigma ({d}, {d}); --save-stats makes it"
             raise UserError(f"--stats {args.stats}: {wanted}")
-        reference = found["mu"], found["sigma"]
-    if args.features == "own" or args.save_stats or metrics - ({"is", "fid"} if args.stats else {"is"}):
+        reference = found["mu"], found["sigma"], str(found.get("extractor", ""))
+    if own or args.save_stats or metrics - ({"is", "fid"} if args.stats else {"is"}):
         real = load_images(args.data, "train", args.size, args.root)
     for file in files.values():
         if file["recipe"].get("split") == "test":  # as many as the files before it have
@@ -568,16 +577,21 @@ def check_samples(file, real, args, metrics):
     if "folders" in file:  # class names, or numbers
         try:
             classes = [names.index(name) if name in names else int(name) for name in file["folders"]]
+            if min(classes) < 0:
+                raise ValueError
         except ValueError:
             raise UserError(f"{path}: its sub-folders must be named {names[0]}… or 0, 1, 2…") from None
         labels = torch.tensor(classes)[labels]
     file["labels"] = labels
-    counts = labels.bincount(minlength=len(names))
+    counts, real_counts = (v.bincount(minlength=len(names)) for v in (labels, real[1]))
     least = args.k + 1 if "classwise" in metrics else 1 if "cas" in metrics else 0
     if len(counts) > len(names) or counts.min() < least:
         trouble = f"labels up to {labels.max()}, class {counts.argmin()} has {counts.min()} samples"
         wanted = f"--data {args.data} has {len(names)} classes, and class-wise metrics need {least} samples"
         raise UserError(f"{path}: {trouble}; {wanted} of each; sample more, or --metrics fid,is,prdc")
+    if real_counts.min() < least:
+        few = f"class {names[real_counts.argmin()]} has {real_counts.min()} training images"
+        raise UserError(f"--data {args.data}: {few}, class-wise metrics need {least}; --metrics fid,is,prdc")
 
 
 ROWS = {  # of the table, in the paper's order: title, digits, which value is best
@@ -656,6 +670,8 @@ def report(files, about, args, metrics, out):
             notes.append(f"Warning: {name} was drawn for {data}, not for --data {args.data}")
         if file["labels"] is None and metrics & {"classwise", "cas"}:
             notes.append(f"{name}: has no labels, so neither class-wise numbers nor CAS")
+    if pathlib.Path(about.get("data", args.data)).name != pathlib.Path(args.data).name:
+        notes.append(f"Warning: the features are those of --data {about['data']}")
     notes = list(dict.fromkeys(notes))
     shown = ("path", "n", "recipe", "numbers")
     shown = {name: {key: file[key] for key in shown} for name, file in files.items()}

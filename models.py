@@ -385,7 +385,7 @@ def fold_batchnorm(net):
     """A copy for evaluation, each BatchNorm folded into its convolution: the same, but faster."""
     net = copy.deepcopy(net)
     for m in list(net.modules()):
-        for conv, norm in (("conv1", "bn1"), ("conv2", "bn2"), ("0", "1")):
+        for conv, norm in (("conv1", "bn1"), ("conv2", "bn2"), ("conv", "bn"), ("0", "1")):
             if isinstance(getattr(m, norm, None), nn.BatchNorm2d):
                 setattr(m, conv, nn.utils.fuse_conv_bn_eval(getattr(m, conv), getattr(m, norm)))
                 setattr(m, norm, nn.Identity())

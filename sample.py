@@ -187,8 +187,9 @@ def make_parser():
 
 
 def main():
-    args = make_parser().parse_args()
-    check_flags(args)
+    parser = make_parser()
+    args = parser.parse_args()
+    check_flags(args, parser)
     device, folder = set_up(args), run_folder(args)
     loss, own_alpha, renormalize = GUIDANCE[args.guidance]
     path = pathlib.Path(args.score or folder / "score.pt")
@@ -207,6 +208,10 @@ def main():
         classifier = fold_batchnorm(load_image_model(path, device, "classifier", maker, args))
         if classifier.config["channels"] != config["channels"]:
             raise UserError(f"--classifier {path}: is not for images of {config['channels']} channels")
+        for key in ("size", "sigma_min", "sigma_max"):
+            is_for, wanted = classifier.about["settings"].get(key), settings.get(key)
+            if is_for != wanted:
+                raise UserError(f"--classifier {path}: is for {key} = {is_for}, the score model for {wanted}")
         if classifier.about["settings"].get("score_sha", score_net.about["sha"]) != score_net.about["sha"]:
             say(f"warning: the score model has changed since {path} was trained")
         if len(names) != classifier.config["classes"]:
@@ -219,13 +224,15 @@ def main():
         say(f"--n {args.n}: {n} images, equally many of the {len(chosen)} classes")
     rows, interval = [], args.guide_sigma
     if "auto" in (args.alpha or []) + (interval or []):
-        rows = read_diagnosis(folder, path.stem, (classifier or score_net).about["sha"])
+        rows = read_diagnosis(folder, path.stem, (classifier or score_net).about["sha"],
+                              score_net.about["sha"])
     if interval == ["auto"]:
         interval = levels_with_gain(rows)
     shape = (config["channels"], config["image_size"], config["image_size"])
     recipe = dict(guidance=args.guidance, renormalize=renormalize, n=n, classes=chosen, seed=args.seed,
                   batch=args.batch, sampler=args.sampler, steps=args.steps or STEPS[args.sampler],
-                  sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"], data=settings["data"],
+                  sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"],
+                  data=(classifier or score_net).about["settings"]["data"],  # a released score has no classes
                   size=shape[1], amp=args.amp, score=score_net.about["sha"],
                   classifier=classifier and classifier.about["sha"], guide_sigma=interval and list(interval),
                   **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})
@@ -256,9 +263,12 @@ def make_samples(path, recipe, score_for, shape, device, args, names):
     """One file of samples with its pictures; what is there already is not made again."""
     labels = np.resize(np.array(recipe["classes"], dtype=np.int64), recipe["n"])
     parts = path.with_name(f"{path.stem}-{checksum(recipe)[:8]}.parts")  # other recipes: elsewhere
+    strip = path.with_name(f"{path.stem}-strip.png")
     with lock(path):  # which only the first process takes
         if args.restart or not path.exists():
             sample(path, parts, recipe, labels, score_for, shape, device, args.restart)
+            for old in (strip, *path.with_suffix("").rglob("[0-9]*.png")) if RANK == 0 else ():
+                old.unlink(missing_ok=True)  # pictures of other samples
             say(f"{path}: {recipe['n']} images")
         elif changed := difference(read_recipe(path, read_npz(path)), recipe):
             raise UserError(f"{path} was made with {changed}; --tag T keeps both, --restart starts over")
@@ -273,8 +283,7 @@ def make_samples(path, recipe, score_for, shape, device, args, names):
             shown = [names[c] if names[c].isascii() else str(c) for c in recipe["classes"]]
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
         save_grid(path.with_suffix(".png"), [pixels[labels == c][:16] for c in recipe["classes"]], shown)
-        strip = path.with_name(f"{path.stem}-strip.png")
-        if args.watch and (args.restart or not strip.exists()):
+        if args.watch and not strip.exists():
             save_grid(strip, watch(recipe, score_for, shape, device), shown)
         for i, (image, c) in enumerate(zip(images, labels)) if args.png else ():
             name = re.sub(r"[/\\]|^\.+", "_", names[c]) if shown else "."  # names may be a stranger's
@@ -341,12 +350,12 @@ def sample_pictures(score, path, shape, sigma_max, device):
         save_grid(path, list(to_uint8(sample_batch(score, range(32), recipe, shape, device)).split(8)))
 
 
-def read_diagnosis(folder, name, sha):
+def read_diagnosis(folder, name, sha, prior):
     """What train_classifier.py --diagnose measured for these weights: one dict per noise level."""
     path, cure = folder / "diagnose.json", "python train_classifier.py --diagnose makes it anew"
     with contextlib.suppress(OSError, ValueError, KeyError):
         tables = json.loads(path.read_text())
-        if tables["weights"][name] == sha:
+        if tables["weights"][name] == sha and tables.get("prior", prior) == prior:
             return tables[name]
     raise UserError(f"auto: {path} is missing, damaged, or without {name} as it is now; {cure}")
 
@@ -436,8 +445,8 @@ def draw_panel(lines=(), bars=(), title="", x="", y="", log_x=False, log_y=False
         pen.rectangle([left, top, right, bottom], COLOURS[0] if value >= 0 else COLOURS[3])
     for i, (name, xs, ys, *band) in enumerate(lines):
         colour = COLOURS[i % len(COLOURS)]
-        if band:
-            pen.polygon(points(xs, band[0]) + points(xs, band[1])[::-1], colour + "38")
+        if band and (outline := points(xs, band[0]) + points(xs, band[1])[::-1]):
+            pen.polygon(outline, colour + "38")
         pen.line(points(xs, ys), colour, 6, joint="curve")
         if name:  # the legend: two names to a row, below the plot
             left, row = x0 + 570 * (i % 2), y1 + 150 + 45 * (i // 2)
@@ -499,15 +508,13 @@ def choose_classes(text, names):
     return chosen
 
 
-def check_flags(args):
+def check_flags(args, parser):
     """An error where a flag has no effect beside this sampler or this guidance."""
     unguided = ["alpha", "guide_sigma", "classifier"]
-    useless = dict(heun=SAMPLERS["pc"], pc=SAMPLERS["heun"], none=unguided, oracle=unguided,
+    useless = dict(heun=SAMPLERS["pc"], pc=SAMPLERS["heun"], none=[*unguided, "classes"], oracle=unguided,
                    free=["classifier"])
     for choice in (args.sampler, args.guidance):
-        for key in useless.get(choice, []):
-            if getattr(args, key) != make_parser().get_default(key):
-                raise UserError(f"--{key.replace('_', '-')} with {choice}: has no effect there; leave it out")
+        parser.refuse(args, f"with {choice}", *useless.get(choice, []))
     levels = args.guide_sigma
     if levels not in (None, ["auto"]) and (len(levels) != 2 or "auto" in levels or levels[0] >= levels[1]):
         raise UserError("--guide-sigma: must be auto, or LOW,HIGH with LOW below HIGH")

@@ -909,10 +909,14 @@ def test_other_settings_are_an_error_and_tag_and_restart_are_the_ways_out(main, 
         assert re.search(f"{key} = .*--tag.*--restart", main(*line, cwd=tmp_path, code=2))
     main(*classifier, "--steps", 1, "--lam", 7, "--tag", "lam7", cwd=tmp_path)
     assert load_model(runs / "classifier-total-lam7.pt").about["settings"]["lam"] == 7
+    main("train_classifier", "--data", shapes, "--diagnose", "--diagnose-n", 8, cwd=tmp_path)
     main(*score, "--lr", 0.002, "--steps", 2, "--restart", cwd=tmp_path)
+    assert "--diagnose" in main(*draws, "--alpha", "auto", cwd=tmp_path, code=2)  # of the score before
     assert load_model(runs / "score.pt").about["settings"]["lr"] == 0.002
     assert "score" in main(*classifier, cwd=tmp_path, code=2)  # it has changed since
     assert "score model has changed" in main(*draws, "--tag", "new", cwd=tmp_path)
+    main(*score, "--sigma-max", 40, "--steps", 1, "--restart", cwd=tmp_path)
+    assert "for sigma_max = 50.0, the score model for 40.0" in main(*draws, "--tag", "x", cwd=tmp_path, code=2)
 
 
 def test_exact_and_conditional_scores_and_the_diagnosis(main, shapes, tmp_path, monkeypatch):
@@ -983,6 +987,9 @@ def test_every_guidance_sampler_and_scale(main, trained, tmp_path, monkeypatch):
     assert len(batches) == 11  # for the strip; what is finished is not drawn again for its pictures
     assert len(list(tmp_path.glob("samples-dlsm/[35]/*.png"))) == 12
     assert Image.open(tmp_path / "samples-dlsm-strip.png").height == 2 * 66
+    draw(main, trained, tmp_path, "--classes", "5", "--n", 2, "--png", "--restart")  # no pictures of others
+    left = {path.name for path in tmp_path.rglob("samples-dlsm*/*/*.png")}
+    assert left == {"000000.png", "000001.png"} and not (tmp_path / "samples-dlsm-strip.png").exists()
 
 
 def test_a_full_disk_a_folder_that_cannot_be_written_and_two_at_once(main, shapes, trained, tmp_path):
@@ -1009,6 +1016,8 @@ def test_a_full_disk_a_folder_that_cannot_be_written_and_two_at_once(main, shape
 @pytest.mark.parametrize("line", [
     "train_score --device meta", "train_score --device cuda:99", "train_score --device cpu --amp",
     "train_score --drop 0.2", "train_score --preset exact --lr 1", "train_classifier --size 16",
+    "train_score --preset exact --no-flip", "train_classifier --diagnose --steps 5",
+    "train_classifier --diagnose --truth runs/small/score.pt", "sample --guidance none --classes 2",
     "train_classifier --loss ce --lam 2", "train_classifier --loss ce --power 2", "sample --classes 1,1",
     "sample --classes 10", "sample --guidance none --alpha 2", "sample --guidance none --guide-sigma 1,2",
     "sample --guide-sigma 5,1", "sample --tag a/b", "sample --snr 0.1", "sample --sampler pc --gamma 0",
@@ -1196,8 +1205,8 @@ def test_inception_is_fids_own(main, tmp_path):
     np.savez(tmp_path / "unit.npz", mu=np.zeros(2048), sigma=np.eye(2048))
     np.savez(tmp_path / "x.npz", images=np.concatenate(4 * [known["inception/images"]]))
     torch.save(released_checkpoint("inception")["model"], tmp_path / "w.pth")
-    for rule, metrics in (("torch", "is"), ("tf", "fid,is")):
-        flags = f"x.npz --stats unit.npz --weights w.pth --resize {rule} --root {rule} --metrics {metrics}"
+    for rule, metrics in (("torch", "is"), ("tf", "fid,is --stats unit.npz")):
+        flags = f"x.npz --weights w.pth --resize {rule} --root {rule} --metrics {metrics}"
         out = main("evaluate", *flags.split(), "--paper", "--device", "cpu", cwd=tmp_path)
         kept = load_checkpoint(*(tmp_path / rule / "features").glob("*.pt"))
         x = torch.from_numpy(known[f"inception/features_{rule}"]).repeat(4, 1)
@@ -1276,11 +1285,11 @@ def test_a_whole_evaluation(work, main):
     assert snapshot(work / "root") == before  # nothing is computed twice
     extractor, = (path for path in (work / "root" / "features").glob("own-*.pt") if path.stat().st_size > 1e6)
     shutil.copy(extractor, work / "own.pt")
-    line = f"{GOOD} --root other --own-steps 1 --weights own.pt --metrics fid,prdc --out kept".split()
+    line = f"{GOOD} --root other --own-steps 1500 --weights own.pt --metrics fid,prdc --out kept".split()
     main("evaluate", *FLAGS, *line, cwd=work)  # the same features, and no training
     again = numbers_of(work / "kept", "good")
     assert again == approx({key: numbers[key]["value"] for key in again}, rel=1e-4) and len(again) > 4
-    line = "test --data shapes --size 8 --weights own.pt --metrics fid".split()
+    line = "test --data shapes --size 8 --own-steps 1500 --weights own.pt --metrics fid".split()
     assert "(size, channels, classes) [8, 1, 3]" in main("evaluate", *FLAGS, *line, cwd=work, code=2)
 
 
@@ -1295,6 +1304,8 @@ def test_files_of_others_statistics_exact_copies_and_held_out_images(work, main)
     assert guided == good and tree == approx(good, rel=1e-3)  # in another order
     main("evaluate", *FLAGS, GOOD, "--metrics", "fid", "--stats", "stats.npz", "--out", "b", cwd=work)
     assert numbers_of(work / "b", "good")["fid"] == approx(good["fid"], rel=1e-9)
+    other = [GOOD, "--metrics", "fid", "--stats", "stats.npz", "--own-steps", 1]
+    assert "is of other features" in main("evaluate", *FLAGS, *other, cwd=work, code=2)
     exact = ["samples-exact.npz", "test", "--metrics", "fid,prdc", "--out", "c"]
     out = main("evaluate", *FLAGS, *exact, cwd=work)
     assert "| FD@54 |" in out and f"30 of {240 * (1 - (1 - 1 / 80) ** 18):.1f} expected" in out
@@ -1313,7 +1324,9 @@ def test_files_of_others_statistics_exact_copies_and_held_out_images(work, main)
     ("3 classes", dict(images=BYTES, labels=np.arange(30) % 4)), ("--stats", dict(mu=UNIT, sigma=UNIT)),
     ("no.npz", ["no.npz"]), ("sample.py", []), ("--paper", [GOOD, "--paper"]),
     ("--metrics", [GOOD, "--metrics", "fid,prd"]), ("greys.npz", [GOOD, "--out", "greys.npz"]),
-    ("readable", [GOOD, "--features", "inception", "--weights", GOOD])])
+    ("readable", [GOOD, "--own-steps", "1500", "--features", "inception", "--weights", GOOD]),
+    ("--own-steps", [GOOD, "--weights", GOOD]), ("--resize", [GOOD, "--resize", "torch"]),
+    ("--cas-steps", [GOOD, "--cas-steps", "5"]), ("--stats", [GOOD, "--metrics", "prdc", "--stats", GOOD])])
 def test_mistakes_are_told_with_the_cure(words, samples, work, main):
     if isinstance(samples, dict):
         np.savez(work / "wrong.npz", **samples)

@@ -115,10 +115,12 @@ def make_parser():
 
 
 def main():
-    args = make_parser().parse_args()
-    for flag in WEIGHTS["total"]:
-        if getattr(args, flag) is not None and flag not in WEIGHTS[args.loss]:
-            raise UserError(f"--{flag} with --loss {args.loss}: has no effect there; leave it out")
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.diagnose:
+        parser.refuse(args, "with --diagnose", "loss", *WEIGHTS["total"], "preset", "steps", "batch", "lr",
+                      "width", "save_every", "tag", "norm", "act", "raw", "depth", "diagnose_every")
+    parser.refuse(args, f"with --loss {args.loss}", *set(WEIGHTS["total"]) - set(WEIGHTS[args.loss]))
     device, folder, preset = set_up(args), run_folder(args), from_preset(args, PRESETS)
     score_net = load_image_model(args.score or folder / "score.pt", device, "score", "train_score.py", args)
     exact, about = isinstance(score_net, ExactScore), score_net.about
@@ -127,11 +129,14 @@ def main():
         truth = load_image_model(args.truth, device, "score", "train_score.py --preset exact", args)
     sigmas = about["settings"]["sigma_min"], about["settings"]["sigma_max"]
     images, labels, names = load_images(args.data, "train", args.size, args.root)
-    channels, size = images.shape[1], images.shape[3]
+    data_sha, channels, size = checksum([images, labels])[:16], images.shape[1], images.shape[3]
     wanted = score_net.config["channels"], score_net.config["image_size"]
     if (channels, size) != wanted:
         raise UserError(f"--data {args.data}: has images of (channels, size) {channels, size}, the score "
                         f"model is for {wanted}; see --size")
+    if truth and (not isinstance(truth, ExactScore) or truth.about["settings"].get("data_sha") != data_sha):
+        raise UserError(f"--truth {args.truth or args.score}: is no exact score of these training images; "
+                        "train_score.py --preset exact makes it")
     if truth:  # Theorem 1 speaks of p_σ of the data of the exact score: the training images, at random
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         held, held_labels = images[order], labels[order]
@@ -151,7 +156,7 @@ def main():
     torch.manual_seed(derive_seed(args.seed, "weights"))
     shape = {key: preset[key] for key in ("depth", "width", "norm", "scaled", "act")}
     net = NoisyResNet(classes=len(names), channels=channels, **shape).to(device)
-    settings = dict(data=args.data, data_sha=checksum([images, labels])[:16], classes=names, size=size,
+    settings = dict(data=args.data, data_sha=data_sha, classes=names, size=size,
                     sigma_min=sigmas[0], sigma_max=sigmas[1], loss=args.loss, seed=args.seed, amp=args.amp,
                     config=net.config, **{key: preset[key] for key in ("batch", "lr", "cosine")})
     weights = {key: preset[key] for key in WEIGHTS[args.loss]}
@@ -169,9 +174,8 @@ def main():
     def loss(x, sigma, y, z):
         if args.loss == "ce":
             return ce_loss(classifier_call, x, sigma, y, z)
-        if args.loss == "dlsm":
-            return scale * dlsm_loss(net, score_call, x, sigma, y, z, **weights)
-        return scale * total_loss(net, score_call, x, sigma, y, z, **weights)
+        score_matching = dlsm_loss if args.loss == "dlsm" else total_loss
+        return scale * score_matching(net, score_call, x, sigma, y, z, **weights)
 
     from sample import draw_curve  # here, since that file imports this one
 
@@ -230,7 +234,7 @@ def diagnose(classifier, score_net, images, labels, sigma_min, sigma_max, device
             row.update(gain=2 * inner - square, inner=inner, square=square)
             if truth:
                 posterior = truth(noisy, sigma, y)
-                h = posterior - truth(noisy, sigma)
+                h = posterior - (prior if truth is score_net else truth(noisy, sigma))
                 row["h_nats"] = sigma**2 * h.flatten(1).square().sum(1)
                 for key, vector in (("h", h), ("D_P", g + prior - posterior), ("D_L", g - h)):
                     row[key] = vector.flatten(1).norm(dim=1)
@@ -280,7 +284,8 @@ def diagnose_run(folder, score_net, images, labels, sigmas, total, device, truth
             lines[key].append((name, level, value, value - 2 * error, value + 2 * error))
     if not tables:
         raise UserError(f"{folder}: has no classifier-*.pt; python train_classifier.py --loss ce makes one")
-    write_whole(folder / "diagnose.json", json.dumps(dict(**tables, weights=weights), indent=1).encode())
+    content = dict(**tables, weights=weights, prior=score_net.about["sha"])
+    write_whole(folder / "diagnose.json", json.dumps(content, indent=1).encode())
     chart(folder / "diagnose.png", columns=2, panels=[
         dict(title=title, x="noise level sigma", y=key, log_x=True, lines=lines[key])
         for key, title in titles.items() if lines[key]])

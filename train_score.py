@@ -209,12 +209,11 @@ def make_parser():
 def main():
     parser = make_parser()
     args = parser.parse_args()
-    training = ("steps", "batch", "lr", "width", "save_every", "conditional")
-    given = [key.replace("_", "-") for key in training if getattr(args, key)]
-    if args.preset == "exact" and given:
-        raise UserError(f"--{given[0]} with --preset exact: has no effect; leave it out")
-    if args.drop != parser.get_default("drop") and not args.conditional:
-        raise UserError("--drop without --conditional: has no effect; leave it out")
+    if args.preset == "exact":
+        parser.refuse(args, "with --preset exact", "steps", "batch", "lr", "width", "save_every", "amp",
+                      "conditional", "no_flip", "compile", "sample_every")
+    if not args.conditional:
+        parser.refuse(args, "without --conditional", "drop")
     device = set_up(args)
     path = run_folder(args) / f"score{args.tag or ''}.pt"
     images, labels, names = load_images(args.data, "train", args.size, args.root)
@@ -492,10 +491,11 @@ def save(path, kind, net, settings, step=0, log=(), optimizer=None, average=None
 def resume(path, kind, net, settings, plan, optimizer=None, average=None, device="cpu"):
     """Fills network, optimizer and EMA from a checkpoint made with the same settings → its step and log."""
     checkpoint = load_checkpoint(path, device)
+    cure = f"--{'out DIR' if settings.get('data') == 'moons' else 'tag T'} keeps both, --restart starts over"
     new = dict(kind=kind, network=type(net).__name__)
     old = {key: checkpoint.get(key) for key in new}
     if changed := difference({**old, **(checkpoint.get("settings") or {})}, {**new, **settings}):
-        raise UserError(f"{path} was made with {changed}; --tag T keeps both, --restart starts over")
+        raise UserError(f"{path} was made with {changed}; {cure}")
     try:
         net.load_state_dict(checkpoint["weights"])
         if optimizer:
@@ -506,7 +506,7 @@ def resume(path, kind, net, settings, plan, optimizer=None, average=None, device
         step, log = checkpoint["step"], json.loads(checkpoint.get("log", "[]"))
     except Exception as error:  # exported, another version's, or a stranger's: it can fail in any way
         what = f"holds no training that can go on ({type(error).__name__})"
-        raise UserError(f"{path}: {what}; --tag T keeps both, --restart starts over") from None
+        raise UserError(f"{path}: {what}; {cure}") from None
     planned = checkpoint["settings"].get("steps")
     if step >= plan.steps:
         say(f"{path}: finished already ({step} steps); --restart starts over")
@@ -576,7 +576,8 @@ def lock(path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{path}: another process writes it; wait, or choose another --tag") from None
+            cure = "wait, or choose another --tag or --out"
+            raise UserError(f"{path}: another process writes it; {cure}") from None
         except OSError:  # a file system that has no locks
             pass
         for end in (path.suffix, ".jsonl", ".png", "-samples.png", "-strip.png"):
@@ -657,6 +658,12 @@ class Parser(argparse.ArgumentParser):
         shown = "" if default is None else f" (default: {default})"
         more.setdefault("metavar", name.split("-")[-1].upper())
         self.place.add_argument(name, help=help + shown, type=type, default=default, **more)
+
+    def refuse(self, args, beside, *keys):
+        """An error where one of these flags was given: it has no effect beside another."""
+        for key in keys:
+            if getattr(args, key) != self.get_default(key):
+                raise UserError(f"--{key.replace('_', '-')} {beside}: has no effect; leave it out")
 
     def error(self, message):
         raise UserError(f"{message} (--help lists the flags)")
@@ -757,7 +764,7 @@ def set_up(args):
         raise UserError(f"--amp: bfloat16 needs a CUDA device that has it, this is {device}; leave it out")
     if WORLD > 1 and not dist.is_initialized():
         # torchrun ends all when one dies; who waits for a slow one may wait long.
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=2))
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=7))
     return device
 
 
