@@ -346,10 +346,12 @@ def glance():
     seeds, _, nats, FD, title = both_losses("fashion-16")
     rows.append([f"the same, trained score model, {seeds} seeds: nats", *nats, ""])
     rows.append([f"the same: {title}", *FD, paper])
-    tables = read("pretrained/cifar10-16/diagnose.json")
-    nats = [explained_nats(tables[f"classifier-{loss}"], 0.01, 25.0) for loss in ("ce", "total")]
-    cells = [f"{value:.2f} ± {error:.2f}" for value, error in nats]
-    rows.append(["CIFAR-10 at 16×16, one seed: nats", *cells, ""])
+    cifar = "CIFAR-10 at 16×16, exact score model, one seed: nats"
+    for path, title in (("results/cifar10-16-exact-diagnose", cifar),
+                        ("pretrained/cifar10-16/diagnose", "the same, trained score model, one seed: nats")):
+        tables = read(f"{path}.json")
+        nats = [explained_nats(tables[f"classifier-{loss}"], 0.01, 25.0) for loss in ("ce", "total")]
+        rows.append([title, *(f"{value:.2f} ± {error:.2f}".replace("-", "−") for value, error in nats), ""])
     return table(["", "L_CE", "L_Total, ours", "the paper"], rows)
 
 
