@@ -1016,7 +1016,7 @@ def test_a_full_disk_a_folder_that_cannot_be_written_and_two_at_once(main, shape
 @pytest.mark.parametrize("line", [
     "train_score --device meta", "train_score --device cuda:99", "train_score --device cpu --amp",
     "train_score --drop 0.2", "train_score --preset exact --lr 1", "train_classifier --size 16",
-    "train_score --preset exact --no-flip", "train_classifier --diagnose --steps 5",
+    "train_score --preset exact --no-flip", "train_classifier --diagnose --loss ce",
     "train_classifier --diagnose --truth runs/small/score.pt", "sample --guidance none --classes 2",
     "train_classifier --loss ce --lam 2", "train_classifier --loss ce --power 2", "sample --classes 1,1",
     "sample --classes 10", "sample --guidance none --alpha 2", "sample --guidance none --guide-sigma 1,2",
