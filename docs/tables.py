@@ -145,8 +145,8 @@ def fashion_samples():
     return over_seeds("fashion-16", TRAINED, TRAINED_ROWS)
 
 
-OTHERS = {"base": "(a) base", "base-aauto": "base, α\\*(σ)", "base-interval": "base, where it gains",
-          "renorm": "re-normalised, α = 10", "scaling": "(b) scaling"}
+OTHERS = {"base": "(a) base", "base-aauto": "α\\*(σ)", "base-a3": "α = 3", "base-a3-interval": "α = 3, limited",
+          "scaling": "(b) scaling", "renorm": "re-normalised, α = 10"}
 
 
 def fashion_others():
@@ -176,7 +176,7 @@ def fashion_alpha():
     columns = {"fid": "FD ↓", "accuracy": "Class accuracy ↑", "precision": "Precision ↑", "recall": "Recall ↑",
                "cw_precision": "(CW) Precision ↑", "cw_recall": "(CW) Recall ↑"}
     rows = []
-    for alpha in ("0.5", "1", "3", "5", "10", "20"):
+    for alpha in ("0.5", "1", "3", "5", "10"):
         base = {"1": "base", "10": "scaling"}.get(alpha, f"base-a{alpha}")
         both = [files[base], files["dlsm" if alpha == "1" else f"dlsm-a{alpha}"]]
         cells = [alpha]
