@@ -916,7 +916,8 @@ def test_other_settings_are_an_error_and_tag_and_restart_are_the_ways_out(main, 
     assert "score" in main(*classifier, cwd=tmp_path, code=2)  # it has changed since
     assert "score model has changed" in main(*draws, "--tag", "new", cwd=tmp_path)
     main(*score, "--sigma-max", 40, "--steps", 1, "--restart", cwd=tmp_path)
-    assert "for sigma_max = 50.0, the score model for 40.0" in main(*draws, "--tag", "x", cwd=tmp_path, code=2)
+    message = main(*draws, "--tag", "x", cwd=tmp_path, code=2)
+    assert "for sigma_max = 50.0, the score model for 40.0" in message
 
 
 def test_exact_and_conditional_scores_and_the_diagnosis(main, shapes, tmp_path, monkeypatch):
