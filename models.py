@@ -315,9 +315,7 @@ def fir_filter(x, resample):
     tap = (4 - (2 * torch.arange(4, device=x.device, dtype=x.dtype) - 3).abs()) / 8
     kernel = (tap[:, None] * tap).expand(x.shape[1], 1, 4, 4)
     if resample == "up":
-        with torch.autocast("cpu", enabled=False):  # there it is fifty times as slow in bfloat16
-            x, kernel = (v.float() if x.is_cpu else v for v in (x, kernel))
-            return F.conv_transpose2d(x, 4 * kernel, stride=2, padding=1, groups=x.shape[1])
+        return F.conv_transpose2d(x, 4 * kernel, stride=2, padding=1, groups=x.shape[1])
     stride, padding = (2, 1) if resample == "down" else (1, 2)
     return F.conv2d(x, kernel, stride=stride, padding=padding, groups=x.shape[1])
 

@@ -181,7 +181,7 @@ def make_parser():
     parser.flag("--snr", 0.16, "pc: signal-to-noise ratio of the Langevin steps", bounded(float, 1e-6, 10))
     parser.flag("--corrector-steps", 1, "pc: Langevin steps per noise level", bounded(int, 0, 1000))
     parser.flag("--per-sample", False, "pc: norms of each image by itself, not the batch's mean as released")
-    parser.flag("--amp", False, "the score network in bfloat16 (CUDA; a CPU with AMX, with --compile)")
+    parser.flag("--amp", False, "the score network in bfloat16 (CUDA)")
     parser.flag("--compile", False, "torch.compile the score network")
     return parser
 

@@ -31,8 +31,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageOps
 
-from models import (EMA, ExactScore, NCSNpp, UserError, append_dims, checksum, load_checkpoint, load_model,
-                    reading, save_checkpoint, sigma_at, write_whole)
+from models import (EMA, ExactScore, NCSNpp, UserError, append_dims, checksum, load_checkpoint, reading,
+                    save_checkpoint, sigma_at, write_whole)
 
 # ------------------------------------------------------------ 1. the story: denoising score matching
 
@@ -199,7 +199,6 @@ def make_parser():
     parser.group("the score model")
     parser.flag("--sigma-max", 50.0, "largest noise level, pixels being in [0, 1]", bounded(float, 0.1, 1e4))
     parser.flag("--conditional", False, "s(x, σ, y): the paper's method (c), for sample.py --guidance free")
-    parser.flag("--init", None, "start from the weights of this score checkpoint, also with --conditional")
     parser.flag("--drop", 0.1, "share of labels dropped, so that it is s(x, σ) too", bounded(float, 0, 1))
     parser.flag("--no-flip", False, "no random mirror images (fashion has none: its shoes all point one way)")
     parser.flag("--compile", False, "torch.compile the network")
@@ -212,7 +211,7 @@ def main():
     args = parser.parse_args()
     if args.preset == "exact":
         parser.refuse(args, "with --preset exact", "steps", "batch", "lr", "width", "save_every", "amp",
-                      "conditional", "init", "no_flip", "compile", "sample_every")
+                      "conditional", "no_flip", "compile", "sample_every")
     if not args.conditional:
         parser.refuse(args, "without --conditional", "drop")
     device = set_up(args)
@@ -239,7 +238,6 @@ def main():
                     **{key: preset[key] for key in ("batch", "lr", "warmup", "cosine", "ema")})
     if args.conditional:
         settings["drop"] = args.drop
-    settings["init"] = start_from(net, args.init) if args.init else None
     introduce(path, net, images, labels, names, device)
     call = network_call(net, args.amp, args.compile, device)
     batch = image_batches(images, labels, preset["batch"], args.seed, SIGMA_MIN, args.sigma_max, flip,
@@ -262,18 +260,6 @@ def main():
                 args.seed, preset["save_every"], args.sample_every)
     fit(net, batch, loss, path, "score", settings, plan, device, inspect, args.restart)
     draw_curve(path)
-
-
-def start_from(net, path):
-    """Fills `net` with the averaged weights of a trained score model → their identity.
-
-    Where that knows no classes and `net` does, the label embedding stays at its zeros: the same function.
-    """
-    known = load_model(path, kind="score")
-    if known.config not in (net.config, {key: v for key, v in net.config.items() if key != "classes"}):
-        raise UserError(f"--init {path}: is another network, {known.config}; this one is {net.config}")
-    net.load_state_dict(known.state_dict(), strict=False)
-    return checksum(known.state_dict())[:16]
 
 
 # ------------------------------------------------------------ 2. what it needs: image data
@@ -738,7 +724,7 @@ def shared_flags(parser, presets=None):
         parser.flag("--width", None, "channels of the first level", bounded(int, 4, 4096))
         parser.flag("--save-every", None, "steps between checkpoints", bounded(int, 1, 10**9))
         parser.flag("--tag", None, "adds -TAG to the name of the output, for variants", file_part)
-        parser.flag("--amp", False, "the score network in bfloat16 (CUDA; a CPU with AMX, with --compile)")
+        parser.flag("--amp", False, "the score network in bfloat16 (CUDA)")
 
 
 def from_preset(args, presets):
@@ -774,11 +760,8 @@ def set_up(args):
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TF32, as convolutions have it; the metrics turn it off
-    if getattr(args, "amp", False):
-        amx = device.type == "cpu" and torch.cpu._is_amx_tile_supported() and args.compile
-        if not (amx or cuda and torch.cuda.is_bf16_supported(including_emulation=False)):
-            wanted = "a CUDA device that has it, or a CPU with AMX and --compile"
-            raise UserError(f"--amp: bfloat16 needs {wanted}, this is {device}; leave it out")
+    if getattr(args, "amp", False) and not (cuda and torch.cuda.is_bf16_supported(including_emulation=False)):
+        raise UserError(f"--amp: bfloat16 needs a CUDA device that has it, this is {device}; leave it out")
     if WORLD > 1 and not dist.is_initialized():
         # torchrun ends all when one dies; who waits for a slow one may wait long.
         dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=7))
