@@ -206,41 +206,38 @@ def fashion_diagnosis():
                   "σ = 1.4: accuracy", "cross-entropy", "gain", "α\\*"], rows)
 
 
-def cifar_alpha_1():
-    return table_2("cifar10-16", ["base", "dlsm", "scaling", "test"], paper="cifar10")
+CIFAR = {"base": "base", "dlsm": "ours", "base-a3": "base, α = 3", "dlsm-a3": "ours, α = 3",
+         "scaling": "scaling (base, α = 10)", "dlsm-a10": "ours, α = 10", "base-aauto": "base, α\\*(σ)",
+         "test": "real images"}
 
 
-def cifar_scaled():
-    return table_2("cifar10-16", ["base-aauto", "base-a3", "dlsm-a3", "dlsm-a10"])
+def cifar_samples():
+    """A row per guidance; the paper's are in README and evaluate.py."""
+    files, columns = read("results/cifar10-16.json")["files"], ("precision", "recall", "cw_precision", "cw_recall")
+    rows = [numbers_row(title, [files[name]], columns=columns) for name, title in CIFAR.items()]
+    return table(["", "images", "FD ↓", "Class accuracy ↑", *(QUALITY[key][0] for key in columns)], rows)
 
 
-def numbers_row(title, files, nats=()):
+def numbers_row(title, files, columns):
     numbers = [file["numbers"] for file in files]
-    cells = [title, f"{files[0]['n']:,}", with_deviation(nats, 2)]
-    for key in ("fid", "accuracy", "cw_precision", "cw_recall", "cw_density"):
+    cells = [title, f"{files[0]['n']:,}"]
+    for key in ("fid", "accuracy", *columns):
         values = [number[key]["value"] for number in numbers if key in number]
         cells.append(with_deviation(values, 2 if key == "fid" else 3))
     return cells
 
 
-SEED_COLUMNS = ["", "images", "nats", "FD", "Class accuracy", "(CW) Precision", "(CW) Recall", "(CW) Density"]
-
-
 def fashion_seeds():
-    files = read("results/fashion-16-seeds.json")["files"]
+    """The shorter-trained score model; the same score model under three trainings of each classifier."""
+    files, columns = read("results/fashion-16-seeds.json")["files"], ("cw_precision", "cw_recall", "cw_density")
     rows = []
     for name, loss in (("base", "ce"), ("dlsm", "total")):
-        nats = all_nats(trainings("fashion-16-seeds-diagnose", f"classifier-{loss}"))
         group = [files[f"{name}-s{i}"] for i in range(3)]
-        rows.append(numbers_row(f"{name}, three classifiers", group, nats))
-    rows.append(numbers_row("none", [files["none-s0"]]))
-    samplers = {"Heun, 24 steps": ("heun", "none base dlsm"),
-                "Heun, 40 steps, γ = 1": ("heun40", "none base dlsm"),
-                "PC, 100 steps": ("pc", "base dlsm"), "PC, 1,000 steps": ("pc1000", "dlsm")}
-    for sampler, (key, names) in samplers.items():
-        for name in names.split():
-            rows.append(numbers_row(f"{name}, {sampler}", [files[f"{name}-{key}"]]))
-    return table(SEED_COLUMNS, rows)
+        rows.append(numbers_row(f"{name}, three classifiers", group, columns))
+        rows[-1].insert(2, with_deviation(all_nats(trainings("fashion-16-seeds-diagnose", f"classifier-{loss}")), 2))
+    rows.append(numbers_row("none", [files["none-s0"]], columns))
+    rows[-1].insert(2, "")
+    return table(["", "images", "nats", "FD ↓", "Class accuracy ↑", *(QUALITY[key][0] for key in columns)], rows)
 
 
 def fid_of_real_images():
