@@ -39,7 +39,7 @@ import train_score
 from evaluate import frechet_distance, inception_score, knn_radii, moments, prdc
 from models import (ExactScore, NCSNpp, NoisyResNet, ToyNet, UserError, append_dims, fold_batchnorm,
                     load_checkpoint, load_model, save_checkpoint, sigma_at)
-from sample import heun_sampler, pc_sampler, posterior_score, sigma_grid
+from sample import heun_sampler, pc_sampler, posterior_score, sde_sampler, sigma_grid
 from toy_moons import moons, oracle_score
 from train_classifier import ce_loss, diagnose, dlsm_loss, explained_nats, likelihood_score, total_loss
 from train_score import Plan, dsm_loss, fit, image_batches, learning_rate, load_images, lock, read_folder, run
@@ -334,9 +334,28 @@ def test_paper_heun_by_hand_and_a_score_of_zero():
             x = x + (below - at) * (slope + below * ahead / 4) / 2 if below else ahead
         got = heun_sampler(score, torch.tensor([[8.0]]), [4, 2, 1, 0], gamma, lambda x: 0.5 + 0 * x)
         assert got.item() == approx(x, rel=1e-5) and levels == [raised[0], 2, raised[1], 1, raised[2]]
-    for sampler in (pc_sampler, heun_sampler):
+    for sampler in (pc_sampler, heun_sampler, sde_sampler):
         with pytest.raises(UserError, match="zero"):
             sampler(lambda x, sigma: 0 * x, torch.ones(3, 2), [0.3, 0.1])
+
+
+def test_paper_sde_by_hand_and_exact_for_one_point():
+    """Two steps written out; and for one data point D is constant, so that any η and grid are exact."""
+    levels, z, eta = [8.0, 4.0, 1.0, 0.0], 0.5, 2.0
+    x, D = 8.0, lambda x, sigma: x - sigma**2 * x / 100
+    first, shrink = D(x, 8), 0.5**3  # (below / σ)^(1 + η)
+    x = shrink * x + (1 - shrink) * first + 4 * math.sqrt(1 - 0.5**4) * z
+    second, shrink = D(x, 4), 0.25**3
+    ahead = second + 0.5 * 2 * (second - first)  # log(4/1) is twice log(8/4)
+    x = shrink * x + (1 - shrink) * ahead + math.sqrt(1 - 0.25**4) * z
+    got = sde_sampler(lambda x, sigma: -x / 100, torch.tensor([[8.0]]), levels, eta, lambda x: z + 0 * x)
+    assert got.item() == approx(D(x, 1), rel=1e-5)
+    for eta, low, high in ((0.0, 0.04, 0.06), (1.0, 0.99, 1.01), (30.0, 0.99, 1.01)):
+        point, sigma_last = torch.tensor([[1.0, -2.0]]), 0.5
+        score = lambda x, sigma: (point - x) / sigma[:, None] ** 2
+        x = point + 10 * torch.randn(40_000, 2) * (0.05 if eta == 0 else 1)
+        got = sde_sampler(score, x, [10.0, 7.0, 2.0, sigma_last], eta)
+        assert low < (got - point).std().item() / sigma_last < high
 
 
 def test_paper_eq_1_and_the_samplers_on_a_gaussian():
@@ -345,7 +364,8 @@ def test_paper_eq_1_and_the_samplers_on_a_gaussian():
     score = lambda x, sigma: (mean - x) / (variance + sigma[:, None] ** 2)
     start, grid = mean + (variance + 100).sqrt() * torch.randn(10_000, 2), sigma_grid(200, 1.0, 10.0)[:-1]
     for x in (pc_sampler(score, start / 3, [1.0] * 500, snr=0.1), pc_sampler(score, start, grid, snr=0.08),
-              heun_sampler(score, start, grid), heun_sampler(score, start, grid, gamma=0.4)):
+              heun_sampler(score, start, grid), heun_sampler(score, start, grid, gamma=0.4),
+              *(sde_sampler(score, start, grid, eta) for eta in (0.0, 1.0, 6.0))):
         assert near(x.mean(0), mean, 0.1) and torch.allclose(x.var(0), variance + 1, rtol=0.08)
 
 

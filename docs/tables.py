@@ -137,7 +137,8 @@ def all_nats(found, sigma_max=20.0):
 # ------------------------------------------------------------ images with a trained score model
 
 TRAINED = {"none": "no guidance", "base": "(a) base", "scaling": "(b) scaling", "dlsm": "(d) ours",
-           "dlsm-a10": "(d) + scaling", "test": "real images"}
+           "dlsm-a10": "(d) + scaling", "free": "(c) posterior SM", "free-a2": "classifier-free, α = 2",
+           "test": "real images"}
 TRAINED_ROWS = {"fid": ("FD ↓", 2), "is": ("IS ↑", 2), "accuracy": ("Class accuracy ↑", 3), **QUALITY}
 
 
@@ -170,9 +171,25 @@ def fashion_lambda():
     return table(["λ", "nats", "σ = 1.4: accuracy", "cross-entropy", "gain", "α\\*", "σ = 0.03: accuracy"], rows)
 
 
+def fashion_samplers():
+    """The same guidance (ours, seed 0) by several samplers, a row each."""
+    files = read("results/fashion-16-samplers.json")["files"]
+    columns = {"fid": ("FD ↓", 2), "accuracy": ("Class accuracy ↑", 3), "precision": QUALITY["precision"],
+               "recall": QUALITY["recall"], "cw_fid": QUALITY["cw_fid"]}
+    rows = []
+    for file in files.values():
+        recipe, numbers = file["recipe"], file["numbers"]
+        steps, sampler = recipe["steps"], recipe["sampler"]
+        name = dict(pc="PC", heun="Heun, γ = {gamma:g}", sde="SDE, η = {eta:g}")[sampler].format(**recipe)
+        evaluations = dict(pc=2 * steps, heun=2 * steps - 1, sde=steps)[sampler]
+        rows.append([name, f"{evaluations:,}", *(f"{numbers[key]['value']:.{digits}f}"
+                                                 for key, (_, digits) in columns.items())])
+    return table(["sampler", "evaluations", *(title for title, _ in columns.values())], rows)
+
+
 def fashion_alpha():
     """Table A5: a row per guidance scale, base / ours, seed 0."""
-    files = read("results/fashion-16.json")["files"]
+    files = read("results/fashion-16-alpha.json")["files"]
     columns = {"fid": "FD ↓", "accuracy": "Class accuracy ↑", "precision": "Precision ↑", "recall": "Recall ↑",
                "cw_precision": "(CW) Precision ↑", "cw_recall": "(CW) Recall ↑"}
     rows = []
