@@ -37,7 +37,7 @@ GUIDANCE = {  # the loss of the classifier that it takes, its own α, whether re
     "renorm": ("ce", 10.0, True),  # Eqs. A1 and A2
 }
 SAMPLERS = {"sde": ["eta"], "heun": ["gamma"], "pc": ["snr", "corrector_steps", "per_sample"]}  # and their flags
-STEPS = {"sde": 50, "heun": 40, "pc": 1000}
+STEPS = {"sde": 100, "heun": 40, "pc": 1000}
 
 
 def posterior_score(score_net, classifier=None, y=None, alpha=1.0, renormalize=False, interval=None):
@@ -103,7 +103,7 @@ def sde_sampler(score, x, sigmas, eta=1.0, noise=torch.randn_like):
     """The reverse diffusion dx = −(1 + η) σ s dσ + √(2ησ) dw by a multistep method: one evaluation per step.
 
     Every η has the same marginals: 0 is the probability-flow ODE, 1 the reverse SDE; more adds Langevin
-    diffusion at each level, which forgets the errors of a score model (sample.py takes 6). With the denoised
+    diffusion at each level, which forgets the errors of a score model (sample.py takes 12). With the denoised
     image D = x + σ² s as a line in log σ the rest is solved exactly: DPM-Solver++ (2M) SDE (Lu et al. 2022).
     Sigmas that end with 0 return the last D, else a sample at the last σ.
     """
@@ -201,8 +201,8 @@ def make_parser():
     parser.flag("--png", False, "also single pictures, one sub-folder per class")
     parser.group("sampler")
     parser.flag("--sampler", "sde", "sde (few steps), heun or pc (the paper's)", choices=list(SAMPLERS))
-    parser.flag("--steps", None, "sampler steps (default: 50 sde, 40 heun, 1000 pc)", bounded(int, 2, 10**6))
-    parser.flag("--eta", 6.0, "sde: fresh noise; 0 is the ODE, 1 the reverse SDE", bounded(float, 0, 1000))
+    parser.flag("--steps", None, "sampler steps (default: 100 sde, 40 heun, 1000 pc)", bounded(int, 2, 10**6))
+    parser.flag("--eta", 12.0, "sde: fresh noise; 0 is the ODE, 1 the reverse SDE", bounded(float, 0, 1000))
     parser.flag("--gamma", 1.0, "heun: fresh noise before each step; 0 is the ODE", bounded(float, 0, 10))
     parser.flag("--snr", 0.16, "pc: signal-to-noise ratio of the Langevin steps", bounded(float, 1e-6, 10))
     parser.flag("--corrector-steps", 1, "pc: Langevin steps per noise level", bounded(int, 0, 1000))
@@ -372,7 +372,7 @@ def watch(recipe, score_for, shape, device):
 
 def sample_pictures(score, path, shape, sigma_max, device):
     """A grid of 32 images while a score model trains."""
-    recipe = dict(seed=0, sampler="sde", steps=50, eta=6.0, sigma_min=0.01, sigma_max=sigma_max)
+    recipe = dict(seed=0, sampler="sde", steps=50, eta=12.0, sigma_min=0.01, sigma_max=sigma_max)
     with contextlib.suppress(UserError), torch.no_grad():  # an untrained network may give no score at all
         save_grid(path, list(to_uint8(sample_batch(score, range(32), recipe, shape, device)).split(8)))
 

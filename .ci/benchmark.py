@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE))
 import models  # noqa: E402
 from evaluate import frechet_distance, load_inception, moments, prdc  # noqa: E402
 from models import EMA, NCSNpp, NoisyResNet, append_dims, fold_batchnorm, load_model  # noqa: E402
-from sample import heun_sampler, pc_sampler, posterior_score, sigma_grid  # noqa: E402
+from sample import pc_sampler, posterior_score, sde_sampler, sigma_grid  # noqa: E402
 from train_classifier import likelihood_score, total_loss  # noqa: E402
 from train_score import dsm_loss, image_batches, import_torchvision  # noqa: E402
 
@@ -271,12 +271,12 @@ def quality(real, x):
 
 
 def sampling(quick):
-    """Stochastic Heun against PC on one crescent, with the exact score and with trained networks, down to σ = 1."""
+    """The SDE sampler against PC on one crescent, with the exact score and with trained networks, down to σ = 1."""
     import toy_moons
     points, labels = toy_moons.moons()
     data, count = points[labels == 0], 200 if quick else 2000
     preset = dict(toy_moons.PRESETS["fast"], **(dict(steps=50, batch=50) if quick else {}))
-    pc_steps, heun_steps, end = (50, 5, 1.0) if quick else (1000, 40, 1.0)
+    pc_steps, sde_steps, end = (50, 5, 1.0) if quick else (1000, 100, 1.0)
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         for join, name in (("early", "score"), ("early", "total"), ("late", "score"), ("late", "total")):
@@ -294,13 +294,13 @@ def sampling(quick):
             counted = lambda x, sigma: (calls.append(1), score(x, sigma))[1]
             real, second = (data[torch.randint(len(data), (count,), generator=generator)] + end * noise(torch.empty(count, 2)) for _ in range(2))
             deviation = torch.linalg.cholesky(data.T.cov() + 100 * torch.eye(2))
-            heun = heun_sampler(counted, data.mean(0) + noise(real) @ deviation.T, sigma_grid(heun_steps, end, 10.0, rho=7)[:-1], gamma=1.0, noise=noise)
+            fast = sde_sampler(counted, data.mean(0) + noise(real) @ deviation.T, sigma_grid(sde_steps, end, 10.0)[:-1], noise=noise)
             evaluations = [len(calls)]
             pc = pc_sampler(counted, 10 * noise(real), sigma_grid(pc_steps, end, 10.0)[:-1], noise=noise)
             evaluations.append(len(calls) - evaluations[0])
-            row(f"a guided sample, {name}: evaluations, stochastic Heun and PC", *evaluations,
-                f"precision / recall / coverage {quality(real, heun)}, PC {quality(real, pc)}, a second sample of the data {quality(real, second)}")
-        draws = [times(lambda: heun_sampler(score, 10 * torch.randn(n, 2), sigma_grid(heun_steps, end, 10.0, rho=7)[:-1]), rounds=3)[0]
+            row(f"a guided sample, {name}: evaluations, SDE and PC", *evaluations,
+                f"precision / recall / coverage {quality(real, fast)}, PC {quality(real, pc)}, a second sample of the data {quality(real, second)}")
+        draws = [times(lambda: sde_sampler(score, 10 * torch.randn(n, 2), sigma_grid(sde_steps, end, 10.0)[:-1]), rounds=3)[0]
                  for n, score in ((n, toy_moons.method_scores("e", 0, nets)[0]) for n in (count, 2 * count))]
         row("... twice the images, s", draws[1], 0, f"{draws[1] / draws[0]:.2f}× the time")
 
@@ -309,9 +309,9 @@ def images(quick):
     """The same on images: Fashion-MNIST from the bundled weights, guided by L_Total, judged by the features of the other classifier."""
     box, sigma_max = HERE / "docs" / "pretrained" / "fashion-16", 20.0
     score_net, guide, judge = (load_model(box / f"{name}.pt") for name in ("score", "classifier-total", "classifier-ce"))
-    guide, (count, pc_steps, heun_steps) = fold_batchnorm(guide), (20, 10, 3) if quick else (100, 1000, 40)
+    guide, (count, pc_steps, sde_steps) = fold_batchnorm(guide), (20, 10, 3) if quick else (100, 1000, 100)
     y, found = torch.arange(count) % 10, {}
-    for seed, name in enumerate(("Heun", "Heun again", "PC")):
+    for seed, name in enumerate(("SDE", "SDE again", "PC")):
         calls, parts, generator = [], [], torch.Generator().manual_seed(seed)
         noise = lambda x: torch.randn(x.shape, generator=generator)
         for labels in y.split(100):
@@ -320,14 +320,14 @@ def images(quick):
             if name == "PC":
                 parts.append(pc_sampler(score, x, sigma_grid(pc_steps, 0.01, sigma_max), noise=noise))
             else:
-                parts.append(heun_sampler(score, x, sigma_grid(heun_steps, 0.01, sigma_max, rho=7), gamma=1.0, noise=noise))
+                parts.append(sde_sampler(score, x, sigma_grid(sde_steps, 0.01, sigma_max), eta=12.0, noise=noise))
         with torch.no_grad():
             features = judge.features(torch.cat(parts).clamp(0, 1), torch.full((count,), 0.01))
             found[name] = features, (judge.linear(features).argmax(1) == y).double().mean().item(), sum(calls) // count
-    note = [f"{name}: class accuracy {found[name][1]:.3f}, against Heun density {m['density']:.3f}, coverage {m['coverage']:.3f}"
-            for name in ("PC", "Heun again") for m in [prdc(found["Heun"][0], found[name][0])]]
-    row(f"a guided image ({count} of each): evaluations, stochastic Heun and PC", found["Heun"][2], found["PC"][2],
-        f"Heun: class accuracy {found['Heun'][1]:.3f}; {'; '.join(note)}; two samples of one law: 1 and 0.875")
+    note = [f"{name}: class accuracy {found[name][1]:.3f}, against SDE density {m['density']:.3f}, coverage {m['coverage']:.3f}"
+            for name in ("PC", "SDE again") for m in [prdc(found["SDE"][0], found[name][0])]]
+    row(f"a guided image ({count} of each): evaluations, SDE and PC", found["SDE"][2], found["PC"][2],
+        f"SDE: class accuracy {found['SDE'][1]:.3f}; {'; '.join(note)}; two samples of one law: 1 and 0.875")
 
 
 def start_up():

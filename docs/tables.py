@@ -137,7 +137,7 @@ def all_nats(found, sigma_max=20.0):
 # ------------------------------------------------------------ images with a trained score model
 
 TRAINED = {"none": "no guidance", "base": "(a) base", "scaling": "(b) scaling", "dlsm": "(d) ours",
-           "dlsm-a10": "(d) + scaling", "free": "(c) posterior SM", "free-a2": "classifier-free, α = 2",
+           "dlsm-a10": "(d) + scaling", "free": "(c) posterior SM", "free-a1.5": "classifier-free, α = 1.5",
            "test": "real images"}
 TRAINED_ROWS = {"fid": ("FD ↓", 2), "is": ("IS ↑", 2), "accuracy": ("Class accuracy ↑", 3), **QUALITY}
 
@@ -146,13 +146,28 @@ def fashion_samples():
     return over_seeds("fashion-16", TRAINED, TRAINED_ROWS)
 
 
+def fashion_cas():
+    """CAS: three trainings a column, for base and ours one on the samples of each seed."""
+    runs, cells, real = read("results/fashion-16-cas.json"), {}, []
+    for run in runs:
+        files = run["files"]
+        for name, title in TRAINED.items():
+            cells.setdefault(title, []).extend(file["numbers"]["cas"]["value"] for file in seeds_of(files, name)
+                                               if "cas" in file["numbers"])
+        real.append(next(iter(files.values()))["numbers"]["cas_real"]["value"])
+    ours, base = cells["(d) ours"], cells["(a) base"]
+    cells = {title: with_deviation(values, 3) for title, values in cells.items() if values}
+    cells |= {"real images": with_deviation(real, 3), "(d) − (a)": paired_difference(ours, base, 3)}
+    return table(["", *cells], [["CAS ↑", *cells.values()]])
+
+
 OTHERS = {"base": "(a) base", "base-aauto": "α\\*(σ)", "base-a3": "α = 3", "base-a3-interval": "α = 3, limited",
           "scaling": "(b) scaling", "renorm": "re-normalised, α = 10"}
 
 
 def fashion_others():
     """Other ways to guide with the same classifier, seed 0."""
-    files = read("results/fashion-16.json")["files"]
+    files = read("results/fashion-16-alpha.json")["files"]
     rows = [[title, *(f"{files[name]['numbers'][key]['value']:.{digits}f}" for name in OTHERS)]
             for key, (title, digits) in TRAINED_ROWS.items()]
     return table(["", *OTHERS.values()], rows)
@@ -172,19 +187,19 @@ def fashion_lambda():
 
 
 def fashion_samplers():
-    """The same guidance (ours, seed 0) by several samplers, a row each."""
+    """Ours, and the oracle of an exact score model, by several samplers (seed 0)."""
     files = read("results/fashion-16-samplers.json")["files"]
-    columns = {"fid": ("FD ↓", 2), "accuracy": ("Class accuracy ↑", 3), "precision": QUALITY["precision"],
-               "recall": QUALITY["recall"], "cw_fid": QUALITY["cw_fid"]}
+    columns = {key: TRAINED_ROWS[key] for key in ("fid", "accuracy", "recall", "density", "cw_fid")}
     rows = []
     for file in files.values():
         recipe, numbers = file["recipe"], file["numbers"]
         steps, sampler = recipe["steps"], recipe["sampler"]
         name = dict(pc="PC", heun="Heun, γ = {gamma:g}", sde="SDE, η = {eta:g}")[sampler].format(**recipe)
         evaluations = dict(pc=2 * steps, heun=2 * steps - 1, sde=steps)[sampler]
-        rows.append([name, f"{evaluations:,}", *(f"{numbers[key]['value']:.{digits}f}"
-                                                 for key, (_, digits) in columns.items())])
-    return table(["sampler", "evaluations", *(title for title, _ in columns.values())], rows)
+        guidance = dict(dlsm="ours", oracle="oracle, exact score")[recipe["guidance"]]
+        rows.append([guidance, name, f"{evaluations:,}", *(f"{numbers[key]['value']:.{digits}f}"
+                                                           for key, (_, digits) in columns.items())])
+    return table(["guidance", "sampler", "evaluations", *(title for title, _ in columns.values())], rows)
 
 
 def fashion_alpha():
@@ -242,19 +257,6 @@ def numbers_row(title, files, columns):
         values = [number[key]["value"] for number in numbers if key in number]
         cells.append(with_deviation(values, 2 if key == "fid" else 3))
     return cells
-
-
-def fashion_seeds():
-    """The shorter-trained score model; the same score model under three trainings of each classifier."""
-    files, columns = read("results/fashion-16-seeds.json")["files"], ("cw_precision", "cw_recall", "cw_density")
-    rows = []
-    for name, loss in (("base", "ce"), ("dlsm", "total")):
-        group = [files[f"{name}-s{i}"] for i in range(3)]
-        rows.append(numbers_row(f"{name}, three classifiers", group, columns))
-        rows[-1].insert(2, with_deviation(all_nats(trainings("fashion-16-seeds-diagnose", f"classifier-{loss}")), 2))
-    rows.append(numbers_row("none", [files["none-s0"]], columns))
-    rows[-1].insert(2, "")
-    return table(["", "images", "nats", "FD ↓", "Class accuracy ↑", *(QUALITY[key][0] for key in columns)], rows)
 
 
 def fid_of_real_images():
