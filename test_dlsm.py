@@ -958,7 +958,7 @@ def test_exact_and_conditional_scores_and_the_diagnosis(main, shapes, tmp_path, 
     forward, calls = NCSNpp.forward, []
     monkeypatch.setattr(NCSNpp, "forward", lambda *inputs: calls.append(1) or forward(*inputs))
     main("sample", *free, cwd=tmp_path)
-    assert len(calls) == 7 + 14 + 14  # with α = 1 the prior score is not needed
+    assert len(calls) == 4 + 8 + 8  # with α = 1 the prior score is not needed
     rows[2]["alpha"] = -1.0  # taken as 0
     for i, row in enumerate(rows):
         row["gain"] = 1.0 if 3 < i < 7 else -1.0

@@ -146,14 +146,21 @@ def fashion_samples():
     return over_seeds("fashion-16", TRAINED, TRAINED_ROWS)
 
 
+def fashion_eta():
+    """The reverse SDE without further Langevin diffusion, three seeds."""
+    shown = ("fid", "accuracy", "recall", "density", "cw_fid", "cw_density")
+    rows = {key: TRAINED_ROWS[key] for key in shown}
+    return over_seeds("fashion-16-eta1", {"base-e1": "(a) base", "dlsm-e1": "(d) ours"}, rows)
+
+
 def fashion_cas():
     """CAS: three trainings a column, for base and ours one on the samples of each seed."""
     runs, cells, real = read("results/fashion-16-cas.json"), {}, []
     for run in runs:
         files = run["files"]
         for name, title in TRAINED.items():
-            cells.setdefault(title, []).extend(file["numbers"]["cas"]["value"] for file in seeds_of(files, name)
-                                               if "cas" in file["numbers"])
+            found = [file["numbers"] for file in seeds_of(files, name)]
+            cells.setdefault(title, []).extend(one["cas"]["value"] for one in found if "cas" in one)
         real.append(next(iter(files.values()))["numbers"]["cas_real"]["value"])
     ours, base = cells["(d) ours"], cells["(a) base"]
     cells = {title: with_deviation(values, 3) for title, values in cells.items() if values}
@@ -222,6 +229,7 @@ def fashion_alpha():
 def fashion_diagnosis():
     """At σ = 1.4, where most of the class is decided; by score model and length of the training."""
     groups = (("24,000", "4,000", "fashion-16-diagnose", {"ce": "L_CE", "total": "L_Total"}),
+              ("24,000", "", "fashion-16-diagnose", {"score-cond": "(c): s(x, y) − s(x)"}),
               ("6,000", "2,000", "fashion-16-seeds-diagnose", LOSSES),
               ("6,000", "1,000", "fashion-16-short",
                {"ce": "L_CE", "total": "L_Total", "ce-relu": "L_CE, ReLU",
@@ -229,10 +237,11 @@ def fashion_diagnosis():
     rows = []
     for score_steps, steps, name, classifiers in groups:
         for key, title in classifiers.items():
-            found = trainings(name, f"classifier-{key}")
+            found = trainings(name, key if key == "score-cond" else f"classifier-{key}")
             cells = [title, score_steps, steps, str(len(found)), with_deviation(all_nats(found), 2)]
             for column in ("accuracy", "ce", "gain", "alpha"):
-                cells.append(with_deviation([levels[6][column] for levels in found], 3))
+                values = [levels[6][column] for levels in found if column in levels[6]]
+                cells.append(with_deviation(values, 3))
             rows.append(cells)
     return table(["classifier", "steps of the score model", "of the classifier", "trainings", "nats",
                   "σ = 1.4: accuracy", "cross-entropy", "gain", "α\\*"], rows)
@@ -362,6 +371,10 @@ def glance():
     seeds, _, nats, FD, title = both_losses("fashion-16")
     rows.append([f"the same, trained score model, {seeds} seeds: nats", *nats, ""])
     rows.append([f"the same: {title}", *FD, paper])
+    files = read("results/fashion-16-eta1.json")["files"]
+    FD = [with_deviation([file["numbers"]["fid"]["value"] for file in seeds_of(files, name)], 2)
+          for name in ("base-e1", "dlsm-e1")]
+    rows.append(["the same with `--eta 1`: FD@2500", *FD, ""])
     cifar = "CIFAR-10 at 16×16, exact score model, one seed: nats"
     for path, title in (("results/cifar10-16-exact-diagnose", cifar),
                         ("pretrained/cifar10-16/diagnose", "the same, trained score model, one seed: nats")):
