@@ -405,7 +405,10 @@ def write_whole(path, data):
     """Writes bytes, or what data(file) writes: `path` is always the old file or the new one, whole."""
     if callable(data):
         buffer = io.BytesIO()  # in memory first: a full disk is then an ordinary OSError
-        data(buffer)
+        try:
+            data(buffer)
+        except ValueError as error:  # what closing a half-written zip says in place of the interrupt
+            raise error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
         data = buffer.getbuffer()
     path = pathlib.Path(path)
     temporary = path.with_name(f".{path.name}-{os.getpid()}")

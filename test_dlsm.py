@@ -38,7 +38,7 @@ import train_classifier
 import train_score
 from evaluate import frechet_distance, inception_score, knn_radii, moments, prdc
 from models import (ExactScore, NCSNpp, NoisyResNet, ToyNet, UserError, append_dims, fold_batchnorm,
-                    load_checkpoint, load_model, save_checkpoint, sigma_at)
+                    load_checkpoint, load_model, save_checkpoint, sigma_at, write_whole)
 from sample import heun_sampler, pc_sampler, posterior_score, sde_sampler, sigma_grid
 from toy_moons import moons, oracle_score
 from train_classifier import ce_loss, diagnose, dlsm_loss, explained_nats, likelihood_score, total_loss
@@ -1403,6 +1403,15 @@ def test_the_python_page_runs():
     for samples in (names["fast"], names["paper"]):
         assert (samples.sum(1) > 0).float().mean() > 0.8  # class 1 lies around (2, 2)
     assert names["gradient"].shape == (200, 2)
+
+
+def test_an_interrupt_inside_a_zip_is_still_an_interrupt(tmp_path, monkeypatch):
+    def interrupted(handle):
+        raise KeyboardInterrupt(15)
+
+    monkeypatch.setattr("zipfile._ZipWriteFile.close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "x.npz", lambda file: np.savez(file, a=np.zeros(9)))
 
 
 def test_the_bundled_weights_sample_what_the_page_says(tmp_path):
