@@ -36,7 +36,7 @@ GUIDANCE = {  # the loss of the classifier that it takes, its own α, whether re
     "oracle": (None, 1.0, False),  # (e): the exact posterior score of train_score.py --preset exact
     "renorm": ("ce", 10.0, True),  # Eqs. A1 and A2
 }
-SAMPLERS = {"sde": ["eta"], "heun": ["gamma"], "pc": ["snr", "corrector_steps", "per_sample"]}  # and their flags
+SAMPLERS = {"sde": ["eta"], "heun": ["gamma"], "pc": ["snr", "corrector_steps", "per_sample"]}  # their flags
 STEPS = {"sde": 100, "heun": 40, "pc": 1000}
 
 

@@ -347,14 +347,17 @@ def benchmark():
 # ------------------------------------------------------------ the README
 
 
+def FD_over_seeds(files, name):
+    return with_deviation([file["numbers"]["fid"]["value"] for file in seeds_of(files, name)], 2)
+
+
 def both_losses(name):
     """What the diagnosis and the samples of a result file have of L_CE and of L_Total: D_L, nats, FD."""
     found = [trainings(f"{name}-diagnose", f"classifier-{loss}") for loss in ("ce", "total")]
     D_L = [with_deviation([levels[6]["D_L"] for levels in each if "D_L" in levels[6]], 3) for each in found]
     nats = [with_deviation(all_nats(each), 2) for each in found]
     files = read(f"results/{name}.json")["files"]
-    FD = [with_deviation([file["numbers"]["fid"]["value"] for file in seeds_of(files, guidance)], 2)
-          for guidance in ("base", "dlsm")]
+    FD = [FD_over_seeds(files, guidance) for guidance in ("base", "dlsm")]
     FD[0] += f" ({files['scaling']['numbers']['fid']['value']:.2f})"
     return len(found[0]), D_L, nats, FD, f"FD@{files['base']['n']} of samples (with α = 10)"
 
@@ -374,8 +377,7 @@ def glance():
     rows.append([f"the same, trained score model, {seeds} seeds: nats", *nats, ""])
     rows.append([f"the same: {title}", *FD, paper])
     files = read("results/fashion-16-eta1.json")["files"]
-    FD = [with_deviation([file["numbers"]["fid"]["value"] for file in seeds_of(files, name)], 2)
-          for name in ("base-e1", "dlsm-e1")]
+    FD = [FD_over_seeds(files, name) for name in ("base-e1", "dlsm-e1")]
     rows.append(["the same with `--eta 1`: FD@2500", *FD, ""])
     cifar = "CIFAR-10 at 16×16, exact score model, one seed: nats"
     for path, title in (("results/cifar10-16-exact-diagnose", cifar),
