@@ -36,8 +36,8 @@ GUIDANCE = {  # the loss of the classifier that it takes, its own α, whether re
     "oracle": (None, 1.0, False),  # (e): the exact posterior score of train_score.py --preset exact
     "renorm": ("ce", 10.0, True),  # Eqs. A1 and A2
 }
-SAMPLERS = {"sde": ["eta"], "heun": ["gamma"], "pc": ["snr", "corrector_steps", "per_sample"]}  # their flags
-STEPS = {"sde": 100, "heun": 40, "pc": 1000}
+SAMPLERS = {"sde": ["eta"], "pc": ["snr", "corrector_steps", "per_sample"]}  # their flags
+STEPS = {"sde": 100, "pc": 1000}
 
 
 def posterior_score(score_net, classifier=None, y=None, alpha=1.0, renormalize=False, interval=None):
@@ -123,39 +123,9 @@ def sde_sampler(score, x, sigmas, eta=1.0, noise=torch.randn_like):
     return x
 
 
-def heun_sampler(score, x, sigmas, gamma=0.0, noise=torch.randn_like):
-    """Heun's method on the probability-flow ODE dx/dσ = −σ s(x, σ); with gamma > 0 EDM's stochastic sampler.
-
-    Before each step σ is raised to (1 + gamma) σ with fresh noise, never above the first σ. gamma = 0, the
-    default here, is the ODE, which a small or briefly trained model does not survive; sample.py takes 1.
-    Sigmas that end with 0 end with one Euler step, onto the denoised mean. Two evaluations per step.
-    """
-    sigmas, z = torch.as_tensor(sigmas).tolist(), None
-    for i, (sigma, below) in enumerate(zip(sigmas, sigmas[1:])):
-        if z is not None:
-            raised = min((1 + gamma) * sigma, sigmas[0])
-            x = x + math.sqrt(raised**2 - sigma**2) * z
-            sigma = raised
-        s = score(x, x.new_full((len(x),), sigma))
-        z = noise(x) if gamma > 0 and i + 2 < len(sigmas) else None  # for the next step, while a GPU computes
-        check(s, i, sigma)
-        slope = -sigma * s
-        ahead = x + (below - sigma) * slope
-        if below > 0:
-            s = score(ahead, x.new_full((len(x),), below))
-            check(s, i, below)
-            ahead = x + (below - sigma) * (slope - below * s) / 2
-        x = ahead
-    return x
-
-
-def sigma_grid(steps, sigma_min, sigma_max, rho=None):
-    """steps + 1 noise levels from σ_max over σ_min to 0: geometric (the paper's), or EDM's with ρ = 7."""
-    t = torch.linspace(1, 0, steps, dtype=torch.float64)
-    if rho:
-        sigmas = (sigma_min ** (1 / rho) + t * (sigma_max ** (1 / rho) - sigma_min ** (1 / rho))) ** rho
-    else:
-        sigmas = sigma_at(t, sigma_min, sigma_max)
+def sigma_grid(steps, sigma_min, sigma_max):
+    """steps + 1 noise levels, the paper's: geometric from σ_max to σ_min, then 0."""
+    sigmas = sigma_at(torch.linspace(1, 0, steps, dtype=torch.float64), sigma_min, sigma_max)
     return torch.cat([sigmas, sigmas.new_zeros(1)])
 
 
@@ -172,9 +142,8 @@ def sample_batch(score, numbers, recipe, shape, device):
 
     steps, low, high = recipe["steps"], recipe["sigma_min"], recipe["sigma_max"]
     own = {key: recipe[key] for key in SAMPLERS[recipe["sampler"]]}
-    sampler = dict(sde=sde_sampler, heun=heun_sampler, pc=pc_sampler)[recipe["sampler"]]
-    rho = 7 if sampler is heun_sampler else None
-    return sampler(score, high * noise(None), sigma_grid(steps, low, high, rho), noise=noise, **own)
+    sampler = dict(sde=sde_sampler, pc=pc_sampler)[recipe["sampler"]]
+    return sampler(score, high * noise(None), sigma_grid(steps, low, high), noise=noise, **own)
 
 
 def to_uint8(x):
@@ -200,10 +169,9 @@ def make_parser():
     parser.flag("--watch", False, "also a strip: one image per class, denoised at a dozen noise levels")
     parser.flag("--png", False, "also single pictures, one sub-folder per class")
     parser.group("sampler")
-    parser.flag("--sampler", "sde", "sde (few steps), heun or pc (the paper's)", choices=list(SAMPLERS))
-    parser.flag("--steps", None, "sampler steps (default: 100 sde, 40 heun, 1000 pc)", bounded(int, 2, 10**6))
+    parser.flag("--sampler", "sde", "sde (few steps) or pc (the paper's)", choices=list(SAMPLERS))
+    parser.flag("--steps", None, "sampler steps (default: 100 sde, 1000 pc)", bounded(int, 2, 10**6))
     parser.flag("--eta", 12.0, "sde: fresh noise; 0 is the ODE, 1 the reverse SDE", bounded(float, 0, 1000))
-    parser.flag("--gamma", 1.0, "heun: fresh noise before each step; 0 is the ODE", bounded(float, 0, 10))
     parser.flag("--snr", 0.16, "pc: signal-to-noise ratio of the Langevin steps", bounded(float, 1e-6, 10))
     parser.flag("--corrector-steps", 1, "pc: Langevin steps per noise level", bounded(int, 0, 1000))
     parser.flag("--per-sample", False, "pc: norms of each image by itself, not the batch's mean as released")
@@ -327,8 +295,7 @@ def sample(path, parts, recipe, labels, score_for, shape, device, restart):
     missing = [b for b in range(len(batches)) if restart or not readable(files[b])]
     done = n - sum(len(batches[b]) for b in missing)
     progress = Progress(n, done, f"{path.stem}: image")
-    per_step = dict(sde=1, heun=2).get(recipe["sampler"], 1 + recipe.get("corrector_steps", 1))
-    evaluations = recipe["steps"] * per_step
+    evaluations = recipe["steps"] * (1 + recipe.get("corrector_steps", 0))
     for b in missing:
         score, calls = score_for(labels[batches[b]]), itertools.count()
 
@@ -357,7 +324,7 @@ def sample(path, parts, recipe, labels, score_for, shape, device, restart):
 
 def watch(recipe, score_for, shape, device):
     """The first image of each class, sampled by itself → its denoised means x + σ² s at twelve levels."""
-    levels = sigma_grid(12, recipe["sigma_min"], recipe["sigma_max"], rho=7)[:-1].tolist()
+    levels = sigma_grid(12, 0.1, recipe["sigma_max"])[:-1].tolist()  # below 0.1 nothing changes to the eye
     score, frames = score_for(recipe["classes"]), []
 
     def call(x, sigma):

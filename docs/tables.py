@@ -14,7 +14,7 @@ import sys
 DOCS = pathlib.Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
 sys.path.insert(0, str(DOCS.parent))
-from evaluate import PRDC, markdown, paper_columns  # noqa: E402
+from evaluate import PRDC  # noqa: E402
 from toy_moons import PAPER  # noqa: E402
 from train_classifier import explained_nats  # noqa: E402
 
@@ -82,15 +82,6 @@ def moons_coverage():
 
 
 # ------------------------------------------------------------ images
-
-
-def table_2(name, columns=None, paper=None):
-    """The rows of the paper's Table 2 from an evaluation.json, all columns or some of them."""
-    files = read(f"results/{name}.json")["files"]
-    shown = {key: files[key]["numbers"] for key in columns or files}
-    shown.update(paper_columns(paper) if paper else {})
-    return markdown(shown, "FD", real=["test"])
-
 
 QUALITY = {key: (f"{key.capitalize()} ↑", 3) for key in PRDC}
 QUALITY |= {"cw_fid": ("(CW) FD ↓", 2), **{f"cw_{key}": (f"(CW) {key.capitalize()} ↑", 3) for key in PRDC}}
@@ -172,16 +163,21 @@ OTHERS = {"base": "(a) base", "base-aauto": "α\\*(σ)", "base-a3": "α = 3", "b
           "scaling": "(b) scaling", "renorm": "re-normalised, α = 10"}
 
 
+def seed_0():
+    """All samples of the trained score model that seed 0 drew, Table 2's and those of other α."""
+    return {**read("results/fashion-16.json")["files"], **read("results/fashion-16-alpha.json")["files"]}
+
+
 def fashion_others():
     """Other ways to guide with the same classifier, seed 0."""
-    files = read("results/fashion-16-alpha.json")["files"]
+    files = seed_0()
     rows = [[title, *(f"{files[name]['numbers'][key]['value']:.{digits}f}" for name in OTHERS)]
             for key, (title, digits) in TRAINED_ROWS.items()]
     return table(["", *OTHERS.values()], rows)
 
 
 def fashion_lambda():
-    """Table A4 by the diagnosis, in the order of the paper, with our weight of DLSM' and with the paper's."""
+    """Table A4 in the order of the paper, with our weight of DLSM' and with the paper's."""
     tables = read("results/fashion-16-lambda.json")
     rows = []
     for tag, weight in (("lam", "σ², sum over pixels"), ("mean", "the paper's: mean over pixels")):
@@ -213,11 +209,11 @@ def fashion_samplers():
 
 def fashion_alpha():
     """Table A5: a row per guidance scale, base / ours, seed 0."""
-    files = read("results/fashion-16-alpha.json")["files"]
+    files = seed_0()
     columns = {"fid": "FD ↓", "accuracy": "Class accuracy ↑", "precision": "Precision ↑", "recall": "Recall ↑",
                "cw_precision": "(CW) Precision ↑", "cw_recall": "(CW) Recall ↑"}
     rows = []
-    for alpha in ("0.5", "1", "3", "5", "10"):
+    for alpha in ("0.5", "1", "3", "5", "10", "20"):
         base = {"1": "base", "10": "scaling"}.get(alpha, f"base-a{alpha}")
         both = [files[base], files["dlsm" if alpha == "1" else f"dlsm-a{alpha}"]]
         cells = [alpha]
@@ -247,27 +243,6 @@ def fashion_diagnosis():
             rows.append(cells)
     return table(["classifier", "steps of the score model", "of the classifier", "trainings", "nats",
                   "σ = 1.4: accuracy", "cross-entropy", "gain", "α\\*"], rows)
-
-
-CIFAR = {"base": "base", "dlsm": "ours", "base-a3": "base, α = 3", "dlsm-a3": "ours, α = 3",
-         "scaling": "scaling (base, α = 10)", "dlsm-a10": "ours, α = 10", "base-aauto": "base, α\\*(σ)",
-         "test": "real images"}
-
-
-def cifar_samples():
-    """A row per guidance; the paper's are in README and evaluate.py."""
-    files, columns = read("results/cifar10-16.json")["files"], ("precision", "recall", "cw_precision", "cw_recall")
-    rows = [numbers_row(title, [files[name]], columns=columns) for name, title in CIFAR.items()]
-    return table(["", "images", "FD ↓", "Class accuracy ↑", *(QUALITY[key][0] for key in columns)], rows)
-
-
-def numbers_row(title, files, columns):
-    numbers = [file["numbers"] for file in files]
-    cells = [title, f"{files[0]['n']:,}"]
-    for key in ("fid", "accuracy", *columns):
-        values = [number[key]["value"] for number in numbers if key in number]
-        cells.append(with_deviation(values, 2 if key == "fid" else 3))
-    return cells
 
 
 def fid_of_real_images():
@@ -351,11 +326,11 @@ def FD_over_seeds(files, name):
     return with_deviation([file["numbers"]["fid"]["value"] for file in seeds_of(files, name)], 2)
 
 
-def both_losses(name):
+def both_losses(name, sigma_max=20.0):
     """What the diagnosis and the samples of a result file have of L_CE and of L_Total: D_L, nats, FD."""
     found = [trainings(f"{name}-diagnose", f"classifier-{loss}") for loss in ("ce", "total")]
     D_L = [with_deviation([levels[6]["D_L"] for levels in each if "D_L" in levels[6]], 3) for each in found]
-    nats = [with_deviation(all_nats(each), 2) for each in found]
+    nats = [with_deviation(all_nats(each, sigma_max), 2).replace("-", "−") for each in found]
     files = read(f"results/{name}.json")["files"]
     FD = [FD_over_seeds(files, guidance) for guidance in ("base", "dlsm")]
     FD[0] += f" ({files['scaling']['numbers']['fid']['value']:.2f})"
@@ -379,12 +354,9 @@ def glance():
     files = read("results/fashion-16-eta1.json")["files"]
     FD = [FD_over_seeds(files, name) for name in ("base-e1", "dlsm-e1")]
     rows.append(["the same with `--eta 1`: FD@2500", *FD, ""])
-    cifar = "CIFAR-10 at 16×16, exact score model, one seed: nats"
-    for path, title in (("results/cifar10-16-exact-diagnose", cifar),
-                        ("pretrained/cifar10-16/diagnose", "the same, trained score model, one seed: nats")):
-        tables = read(f"{path}.json")
-        nats = [explained_nats(tables[f"classifier-{loss}"], 0.01, 25.0) for loss in ("ce", "total")]
-        rows.append([title, *(f"{value:.2f} ± {error:.2f}".replace("-", "−") for value, error in nats), ""])
+    seeds, _, nats, FD, title = both_losses("cifar10-16-exact", 25.0)
+    rows.append([f"CIFAR-10 at 16×16, exact score model, {seeds} seeds: nats", *nats, ""])
+    rows.append([f"the same: {title}", *FD, paper])
     return table(["", "L_CE", "L_Total, ours", "the paper"], rows)
 
 
