@@ -177,8 +177,9 @@ def fashion_others():
 
 
 def fashion_lambda():
-    """Table A4 in the order of the paper, with our weight of DLSM' and with the paper's."""
+    """Table A4 in the order of the paper, with our weight of DLSM' and with the paper's; samples of three."""
     tables = read("results/fashion-16-lambda.json")
+    files = read("results/fashion-16-lambda-samples.json")["files"]
     rows = []
     for tag, weight in (("lam", "σ², sum over pixels"), ("mean", "the paper's: mean over pixels")):
         for lam in ("2", "1", "0.5", "0.125"):
@@ -187,7 +188,11 @@ def fashion_lambda():
             rows.append([weight, lam, f"{nats:.2f} ± {error:.2f}".replace("-", "−"),
                          *(f"{levels[6][key]:.3f}" for key in ("accuracy", "ce", "gain", "alpha")),
                          f"{levels[1]['accuracy']:.3f}"])
-    columns = ["nats", "σ = 1.4: accuracy", "cross-entropy", "gain", "α\\*", "σ = 0.03: accuracy"]
+            numbers = files.get(f"dlsm-{tag}{lam}", dict(numbers={}))["numbers"]
+            for key, digits in (("fid", 2), ("accuracy", 3), ("cw_fid", 2)):
+                rows[-1].append(f"{numbers[key]['value']:.{digits}f}" if numbers else "")
+    columns = ["nats", "σ = 1.4: accuracy", "cross-entropy", "gain", "α\\*", "σ = 0.03: accuracy",
+               "samples: FD", "class accuracy", "(CW) FD"]
     return table(["DLSM' weighted", "λ", *columns], rows)
 
 
