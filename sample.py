@@ -162,7 +162,7 @@ def make_parser():
     parser.flag("--classifier", None, "classifier checkpoint (default: runs/RUN/classifier-LOSS.pt)")
     parser.group("samples")
     parser.flag("--out", None, "folder of the output (default: the run's; for bundled weights runs/NAME)")
-    parser.flag("--tag", None, "adds -TAG to the name of the output, for variants", file_part)
+    parser.flag("--tag", None, "adds -TAG to the name of the output, and of the classifier if there", file_part)
     parser.flag("--n", None, "images in all, as many per class (default: ten each)", bounded(int, 1, 10**7))
     parser.flag("--classes", None, "only these classes, numbers or names: 3,5 or cat,dog (default: all)")
     parser.flag("--batch", 100, "images per batch, sorted by class", bounded(int, 1, 10**5))
@@ -193,11 +193,18 @@ def main():
     if args.guidance == "oracle" and not exact:
         raise UserError("--guidance oracle: needs a score model of train_score.py --preset exact")
     if args.guidance == "free" and "classes" not in config:
-        raise UserError("--guidance free: needs a score model of train_score.py --conditional")
+        cure = "train_score.py --conditional --tag cond makes one that does, --score FILE names it"
+        raise UserError(f"--guidance free: {path} knows no classes; {cure}")
+    own = dict(data=pathlib.Path(settings["data"]).stem, size=config["image_size"])
+    for key, given in (("data", pathlib.Path(args.data).stem), ("size", args.size)):
+        if given not in (parser.get_default(key), own[key]):
+            raise UserError(f"--{key} {given}: {path} is for {own[key]}; leave it out")
     classifier = None
     if loss:
         tagged, plain = folder / f"classifier-{loss}{args.tag or ''}.pt", folder / f"classifier-{loss}.pt"
         path = pathlib.Path(args.classifier or (tagged if tagged.exists() else plain))
+        if path == plain != tagged:
+            say(f"note: there is no {tagged.name}, so --tag names the samples only")
         maker = f"train_classifier.py --loss {loss}"
         classifier = fold_batchnorm(load_image_model(path, device, "classifier", maker, args))
         if classifier.config["channels"] != config["channels"]:
@@ -489,6 +496,9 @@ def floats(text):
     """An argparse type: '3' or '0.5,1,3' or 'auto' → a list of numbers, or of 'auto'."""
     number = bounded(float, 0, 1e4)
     return list(dict.fromkeys(item if item == "auto" else number(item) for item in text.split(",")))
+
+
+floats.__name__ = "list of numbers"  # argparse says "invalid list of numbers value"
 
 
 def choose_classes(text, names):

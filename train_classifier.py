@@ -315,6 +315,8 @@ def load_image_model(path, device, kind, maker, args):
     """load_model for the networks of images; says which file it is or, where there is none, what to do."""
     path = pathlib.Path(path)
     if not path.exists():
+        if path in [pathlib.Path(getattr(args, key, None) or "") for key in ("score", "classifier", "truth")]:
+            raise UserError(f"{path}: no such file")
         given = {key: getattr(args, key) for key in ("data", "size", "run") if getattr(args, key)}
         maker += "".join(f" --{key} {shlex.quote(str(value))}" for key, value in given.items())
         runs = ", ".join(str(p.parent) for p in pathlib.Path("runs").glob("*/score.pt")) or "no runs"

@@ -522,6 +522,7 @@ def difference(old, new):
     old, new = ({**settings, **(settings.get("config") or {})} for settings in (old, new))
     words = dict.fromkeys(("score", "score_sha"), "another score model: it has changed since")
     words["data_sha"] = "other images: those of --data have changed since"
+    words["classes"] = "other classes, or one of the two with --conditional"
     for key, value in new.items():
         if key not in ("config", "data") and old.get(key) != value:
             return words.get(key, f"{key} = {old.get(key)}, not {value}")
