@@ -162,7 +162,7 @@ def make_parser():
     parser.flag("--classifier", None, "classifier checkpoint (default: runs/RUN/classifier-LOSS.pt)")
     parser.group("samples")
     parser.flag("--out", None, "folder of the output (default: the run's; for bundled weights runs/NAME)")
-    parser.flag("--tag", None, "adds -TAG to the name of the output, and of the classifier if there", file_part)
+    parser.flag("--tag", None, "adds -TAG to the output's name, and the classifier's if there", file_part)
     parser.flag("--n", None, "images in all, as many per class (default: ten each)", bounded(int, 1, 10**7))
     parser.flag("--classes", None, "only these classes, numbers or names: 3,5 or cat,dog (default: all)")
     parser.flag("--batch", 100, "images per batch, sorted by class", bounded(int, 1, 10**5))
