@@ -203,7 +203,8 @@ def main():
         while name in files:
             name = f"{path.absolute().parent.name}-{name}"
         files[name] = read_samples(path)
-    measure(files, args, pathlib.Path(args.out or paths[0].absolute().parent))
+    there = [path.absolute().parent for path in paths if path.exists()]  # `test` is no path
+    measure(files, args, pathlib.Path(args.out or (there or [folder])[0]))
 
 
 def evaluate(images, labels=None, **flags):
@@ -248,6 +249,9 @@ def compare_features(files, real, reference, args, metrics, device):
         *reference, theirs = reference
         if theirs not in ("", mark):
             raise UserError(f"--stats {args.stats}: is of other features ({theirs}), these are {mark}")
+        if not theirs:
+            note = f"Warning: {args.stats} does not say its features; pytorch-fid's need --resize torch"
+            next(iter(files.values()))["notes"].append(note)
     if real:
         real_features, _ = extract(images, about, network, args, device, "real images")
         mu, cov = moments(real_features)
@@ -526,6 +530,8 @@ def prepare(files, args, out):
         metrics.remove("cas")  # which would take hours
     parser, own = make_parser(), args.features == "own"
     parser.refuse(args, f"with --features {args.features}", "resize" if own else "own_steps")
+    if own:
+        parser.refuse(args, "with --features own", "paper")
     if own and args.weights:
         parser.refuse(args, "with --weights", "own_steps")
     if "fid" not in metrics:
@@ -566,7 +572,7 @@ def check_samples(file, real, args, metrics):
     if len(images) < least or images.max() <= 1:
         trouble = f"{len(images)} samples with pixel values up to {images.max()}"
         raise UserError(f"{path}: {trouble}; --k {args.k} needs at least {least}, with values from 0 to 255")
-    file.update(images=images, labels=None, n=len(images), numbers={})
+    file.update(images=images, labels=None, n=len(images), numbers={}, notes=[])
     if real and images.shape[1:] != real[0].shape[1:]:
         ours, theirs = list(images.shape[1:]), list(real[0].shape[1:])
         cure = f"choose --data, or --size {ours[1]}"
@@ -582,9 +588,15 @@ def check_samples(file, real, args, metrics):
         except ValueError:
             raise UserError(f"{path}: its sub-folders must be named {names[0]}… or 0, 1, 2…") from None
         labels = torch.tensor(classes)[labels]
-    file["labels"] = labels
     counts, real_counts = (v.bincount(minlength=len(names)) for v in (labels, real[1]))
     least = args.k + 1 if "classwise" in metrics else 1 if "cas" in metrics else 0
+    if least == 0 and len(counts) > len(names):
+        file["notes"].append(f"{path}: its labels are not those of --data {args.data}, and left out")
+        return
+    file["labels"] = labels
+    if (counts == 0).any():
+        few = f"{(counts > 0).sum()} of {len(names)} classes"
+        file["notes"].append(f"Warning: {path} has {few}, and is compared with images of all")
     if len(counts) > len(names) or counts.min() < least:
         trouble = f"labels up to {labels.max()}, class {counts.argmin()} has {counts.min()} samples"
         wanted = f"--data {args.data} has {len(names)} classes, and class-wise metrics need {least} samples"
@@ -668,6 +680,7 @@ def report(files, about, args, metrics, out):
             notes.append(f"Warning: {fid}@{n} is of few samples, class-wise of fewer: {limit}")
         if pathlib.Path(data).name != pathlib.Path(args.data).name:
             notes.append(f"Warning: {name} was drawn for {data}, not for --data {args.data}")
+        notes.extend(file["notes"])
         if file["labels"] is None and metrics & {"classwise", "cas"}:
             notes.append(f"{name}: has no labels, so neither class-wise numbers nor CAS")
     if pathlib.Path(about.get("data", args.data)).name != pathlib.Path(args.data).name:

@@ -525,6 +525,8 @@ def from_released(checkpoint):
     with torch.device("meta"):  # without memory, for its names
         net = NETWORKS[network](**config)
     values = [v.T if ".NIN_" in key and v.ndim == 2 else v for key, v in theirs.items()]  # (in, out)
-    settings = dict(data=f"cifar{config.get('classes', 10)}", size=32, sigma_min=0.01, sigma_max=50.0)
+    settings = dict(size=32, sigma_min=0.01, sigma_max=50.0)
+    if "classes" in config:  # a score model does not tell
+        settings["data"] = f"cifar{config['classes']}"
     return dict(kind=kind, network=network, config=net.config, settings=settings, ema=None,
                 step=checkpoint.get("step"), weights=dict(zip(net.state_dict(), values, strict=True)))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from PIL import Image, ImageDraw, ImageFont
 
 from models import ExactScore, UserError, append_dims, checksum, fold_batchnorm, sigma_at, write_whole
-from train_classifier import BUNDLED, likelihood_score, load_image_model
+from train_classifier import BUNDLED, likelihood_score, load_image_model, warn_of_other_data
 from train_score import (CLASSES, RANK, WORLD, Parser, Progress, bounded, derive_seed, difference, file_part,
                          lock, network_call, read_npz, read_recipe, run, run_folder, say, set_up,
                          shared_flags)
@@ -65,7 +65,7 @@ def posterior_score(score_net, classifier=None, y=None, alpha=1.0, renormalize=F
 
 
 def check(score, step, sigma):
-    """An error where a score is zero, infinite or NaN: the one wait of an evaluation on a GPU."""
+    """An error where a score is zero, infinite or NaN: a GPU's one wait per evaluation, beside `interval`."""
     if not 0 < score.abs().amax().item() < math.inf:
         where = f"at step {step}, σ = {sigma:.4g}"
         raise UserError(f"the score is zero or not finite {where}; try a smaller --alpha or more --steps")
@@ -103,8 +103,9 @@ def sde_sampler(score, x, sigmas, eta=1.0, noise=torch.randn_like):
     """The reverse diffusion dx = −(1 + η) σ s dσ + √(2ησ) dw by a multistep method: one evaluation per step.
 
     Every η has the same marginals: 0 is the probability-flow ODE, 1 the reverse SDE; more adds Langevin
-    diffusion at each level, which forgets the errors of a score model (sample.py takes 12). With the denoised
-    image D = x + σ² s as a line in log σ the rest is solved exactly: DPM-Solver++ (2M) SDE (Lu et al. 2022).
+    diffusion at each level, which forgets the errors of a score model (sample.py takes 12). The denoised
+    image D = x + σ² s is taken half a step ahead, on the line through the last two in log σ; the rest is
+    solved exactly: DPM-Solver++ (2M) SDE (Lu et al. 2022).
     Sigmas that end with 0 return the last D, else a sample at the last σ.
     """
     sigmas, last = torch.as_tensor(sigmas).tolist(), None
@@ -189,13 +190,12 @@ def main():
     path = pathlib.Path(args.score or folder / "score.pt")
     score_net = load_image_model(path, device, "score", "train_score.py", args)
     settings, config, exact = score_net.about["settings"], score_net.config, isinstance(score_net, ExactScore)
-    names = settings.get("classes") or CLASSES.get(settings["data"]) or range(10)
     if args.guidance == "oracle" and not exact:
         raise UserError("--guidance oracle: needs a score model of train_score.py --preset exact")
     if args.guidance == "free" and "classes" not in config:
         cure = "train_score.py --conditional --tag cond makes one that does, --score FILE names it"
         raise UserError(f"--guidance free: {path} knows no classes; {cure}")
-    own = dict(data=pathlib.Path(settings["data"]).stem, size=config["image_size"])
+    own = dict(data=pathlib.Path(settings.get("data", args.data)).stem, size=config["image_size"])
     for key, given in (("data", pathlib.Path(args.data).stem), ("size", args.size)):
         if given not in (parser.get_default(key), own[key]):
             raise UserError(f"--{key} {given}: {path} is for {own[key]}; leave it out")
@@ -215,9 +215,10 @@ def main():
                 raise UserError(f"--classifier {path}: is for {key} = {is_for}, the score model for {wanted}")
         if classifier.about["settings"].get("score_sha", score_net.about["sha"]) != score_net.about["sha"]:
             say(f"warning: the score model has changed since {path} was trained")
-        if len(names) != classifier.config["classes"]:
-            names = range(classifier.config["classes"])
-    names = [str(name) for name in names]
+        warn_of_other_data(path, classifier, settings.get("data_sha"))
+    known = (classifier or score_net).about["settings"]
+    names = known.get("classes") or CLASSES.get(known.get("data"))
+    names = list(map(str, names or range((classifier or score_net).config.get("classes", 10))))
     chosen = choose_classes(args.classes, names)
     n = args.n or 10 * len(chosen)
     if n % len(chosen):
@@ -233,7 +234,7 @@ def main():
     recipe = dict(guidance=args.guidance, renormalize=renormalize, n=n, classes=chosen, seed=args.seed,
                   batch=args.batch, sampler=args.sampler, steps=args.steps or STEPS[args.sampler],
                   sigma_min=settings["sigma_min"], sigma_max=settings["sigma_max"],
-                  data=(classifier or score_net).about["settings"]["data"],  # a released score has no classes
+                  data=known.get("data", args.data),  # a released score model does not say it
                   size=shape[1], amp=args.amp, score=score_net.about["sha"],
                   classifier=classifier and classifier.about["sha"], guide_sigma=interval and list(interval),
                   **{key: getattr(args, key) for key in SAMPLERS[args.sampler]})

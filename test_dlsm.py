@@ -916,7 +916,11 @@ def test_other_settings_are_an_error_and_tag_and_restart_are_the_ways_out(main, 
     assert "--diagnose" in main(*draws, "--alpha", "auto", cwd=tmp_path, code=2)  # of the score before
     assert load_model(runs / "score.pt").about["settings"]["lr"] == 0.002
     assert "score" in main(*classifier, cwd=tmp_path, code=2)  # it has changed since
-    assert "score model has changed" in main(*draws, "--tag", "new", cwd=tmp_path)
+    out = main(*draws, "--tag", "new", cwd=tmp_path)
+    assert "score model has changed" in out and "there is no classifier-total-new.pt" in out
+    other = ["train_classifier", "--data", "shapes", "--size", 8, "--run", runs, "--tag", "other"]
+    out = main(*other, *SMALL, "--steps", 1, "--diagnose-n", 8, cwd=tmp_path)
+    assert f"{runs / 'score.pt'} was trained on other images or labels" in out
     main(*score, "--sigma-max", 40, "--steps", 1, "--restart", cwd=tmp_path)
     message = main(*draws, "--tag", "x", cwd=tmp_path, code=2)
     assert "for sigma_max = 50.0, the score model for 40.0" in message
@@ -1024,6 +1028,7 @@ def test_a_full_disk_a_folder_that_cannot_be_written_and_two_at_once(main, shape
     "train_classifier --loss ce --lam 2", "train_classifier --loss ce --power 2", "sample --classes 1,1",
     "sample --classes 10", "sample --guidance none --alpha 2", "sample --guidance none --guide-sigma 1,2",
     "sample --guide-sigma 5,1", "sample --tag a/b", "sample --snr 0.1", "sample --sampler pc --eta 0",
+    "sample --data fashion", "sample --size 16", "train_classifier --diagnose --lr 1", "train_score --drop 0",
     "sample --guidance free", "sample --guidance oracle", "toy_moons --device x", "toy_moons --out /sys/x",
     "train_score --data nowhere", "train_score --size 12", "train_score --run=", "train_score --lr nan",
     "train_score --steps 0", "train_classifier --lam 1e400", "sample --alpha 1,-1", "evaluate --k 0"])
@@ -1309,6 +1314,12 @@ def test_files_of_others_statistics_exact_copies_and_held_out_images(work, main)
     assert numbers_of(work / "b", "good")["fid"] == approx(good["fid"], rel=1e-9)
     other = [GOOD, "--metrics", "fid", "--stats", "stats.npz", "--own-steps", 1]
     assert "is of other features" in main("evaluate", *FLAGS, *other, cwd=work, code=2)
+    np.savez(work / "bare.npz", **{key: np.load(work / "stats.npz")[key] for key in ("mu", "sigma")})
+    other = [GOOD, "--metrics", "fid", "--stats", "bare.npz", "--out", "d"]
+    assert "bare.npz does not say its features" in main("evaluate", *FLAGS, *other, cwd=work)
+    for shift, note in ((1, "has 2 of 3 classes"), (7, "its labels are not those of --data greys.npz")):
+        np.savez(work / "shifted.npz", images=images[labels < 2], labels=labels[labels < 2] + shift)
+        assert note in main("evaluate", *FLAGS, "shifted.npz", "--metrics", "fid", "--out", "d", cwd=work)
     exact = ["samples-exact.npz", "test", "--metrics", "fid,prdc", "--out", "c"]
     out = main("evaluate", *FLAGS, *exact, cwd=work)
     assert "| FD@54 |" in out and f"30 of {240 * (1 - (1 - 1 / 80) ** 18):.1f} expected" in out

@@ -118,7 +118,9 @@ def main():
     parser = make_parser()
     args = parser.parse_args()
     if args.diagnose:
-        parser.refuse(args, "with --diagnose, which takes all classifiers of the run", "loss", "tag")
+        parser.refuse(args, "with --diagnose, which takes all classifiers of the run", "loss", "tag", "steps",
+                      "batch", "lr", "width", "save_every", "norm", "act", "raw", "depth", "amp", "compile",
+                      "restart", *WEIGHTS["total"])
     parser.refuse(args, f"with --loss {args.loss}", *set(WEIGHTS["total"]) - set(WEIGHTS[args.loss]))
     device, folder, preset = set_up(args), run_folder(args), from_preset(args, PRESETS)
     score_net = load_image_model(args.score or folder / "score.pt", device, "score", "train_score.py", args)
@@ -134,8 +136,10 @@ def main():
         raise UserError(f"--data {args.data}: has images of (channels, size) {channels, size}, the score "
                         f"model is for {wanted}; see --size")
     if truth and (not isinstance(truth, ExactScore) or truth.about["settings"].get("data_sha") != data_sha):
-        raise UserError(f"--truth {args.truth or args.score}: is no exact score of these training images; "
-                        "train_score.py --preset exact makes it")
+        path = f"--truth {args.truth}" if args.truth else args.score or folder / "score.pt"
+        raise UserError(f"{path}: is no exact score of these training images; train_score.py --preset exact "
+                        "makes it")
+    warn_of_other_data(args.score or folder / "score.pt", score_net, data_sha)
     if truth:  # Theorem 1 speaks of p_σ of the data of the exact score: the training images, at random
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         held, held_labels = images[order], labels[order]
@@ -145,7 +149,7 @@ def main():
         if RANK == 0:
             with lock(folder / "diagnose.json"):
                 some = held[: args.diagnose_n], held_labels[: args.diagnose_n]
-                diagnose_run(folder, score_net, *some, sigmas, math.log(len(names)), device, truth)
+                diagnose_run(folder, score_net, *some, sigmas, names, data_sha, device, truth)
         return
 
     if args.preset == "paper" and args.depth is None and len(names) == 100:
@@ -262,7 +266,7 @@ def explained_nats(table, sigma_min, sigma_max, key="gain"):
     return width * sum(r[key] for r in table), width * math.hypot(*(r[f"{key}_se"] for r in table))
 
 
-def diagnose_run(folder, score_net, images, labels, sigmas, total, device, truth):
+def diagnose_run(folder, score_net, images, labels, sigmas, names, data_sha, device, truth):
     """The diagnosis of every classifier of a run: a table on stdout, diagnose.json, diagnose.png."""
     from sample import chart
     titles = dict(accuracy="Accuracy", ce="Cross-entropy", alpha="Best guidance scale (1 is right)",
@@ -273,9 +277,12 @@ def diagnose_run(folder, score_net, images, labels, sigmas, total, device, truth
         net = load_model(file, device)
         if not isinstance(net, NoisyResNet) and "classes" not in net.config:
             continue
+        warn_of_other_data(file, net, data_sha)
+        if net.config["classes"] != len(names):
+            raise UserError(f"{file}: is for {net.config['classes']} classes, the data have {len(names)}")
         table = diagnose(net, score_net, images, labels, *sigmas, device=device, truth=truth)
         tables[file.stem], weights[file.stem] = table, checksum(net.state_dict())[:16]
-        print_diagnosis(file.stem, table, *explained_nats(table, *sigmas), total)
+        print_diagnosis(file.stem, table, *explained_nats(table, *sigmas), math.log(len(names)))
         level = np.array([row["sigma"] for row in table])
         for key in titles.keys() & table[0].keys():  # with a band of two standard errors
             value, error = (np.array([row[k] for row in table]) for k in (key, f"{key}_se"))
@@ -283,10 +290,12 @@ def diagnose_run(folder, score_net, images, labels, sigmas, total, device, truth
             lines[key].append((name, level, value, value - 2 * error, value + 2 * error))
     if not tables:
         raise UserError(f"{folder}: has no classifier-*.pt; python train_classifier.py --loss ce makes one")
+    if len(tables) > 8:
+        say(f"\n{folder}/diagnose.png shows the first eight only")
     content = dict(**tables, weights=weights, prior=score_net.about["sha"])
     write_whole(folder / "diagnose.json", json.dumps(content, indent=1).encode())
     chart(folder / "diagnose.png", columns=2, panels=[
-        dict(title=title, x="noise level sigma", y=key, log_x=True, lines=lines[key])
+        dict(title=title, x="noise level sigma", y=key, log_x=True, lines=lines[key][:8])
         for key, title in titles.items() if lines[key]])
     print(f"\n{folder}/diagnose.json and diagnose.png")
 
@@ -331,6 +340,12 @@ def load_image_model(path, device, kind, maker, args):
     warning = f"; warning: it was to be {planned}" if step and step < planned else ""
     say(f"{path}: {kind} {net.about['sha'][:8]}, step {step}{warning}")
     return net
+
+
+def warn_of_other_data(path, net, data_sha):
+    """A classifier may well have other labels than the score model, or fewer images; but not unnoticed."""
+    if data_sha and net.about["settings"].get("data_sha", data_sha) != data_sha:
+        say(f"warning: {path} was trained on other images or labels: {net.about['settings']['data']}")
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def make_parser():
     parser.group("the score model")
     parser.flag("--sigma-max", 50.0, "largest noise level, pixels being in [0, 1]", bounded(float, 0.1, 1e4))
     parser.flag("--conditional", False, "s(x, σ, y): the paper's method (c), for sample.py --guidance free")
-    parser.flag("--drop", 0.1, "share of labels dropped, so that it is s(x, σ) too", bounded(float, 0, 1))
+    parser.flag("--drop", 0.1, "share of labels dropped, so that it is s(x, σ) too", bounded(float, 1e-3, 1))
     parser.flag("--no-flip", False, "no random mirror images (fashion has none: its shoes all point one way)")
     parser.flag("--compile", False, "torch.compile the network")
     parser.flag("--sample-every", 5000, "steps between sample pictures; 0: none", bounded(int, 0, 10**9))
@@ -230,7 +230,7 @@ def main():
                 say(f"{path}: the exact score of {len(images)} images")
         return
     preset = from_preset(args, PRESETS)
-    flip = not args.no_flip and args.data != "fashion"
+    flip = not args.no_flip and pathlib.Path(args.data).stem != "fashion"
     torch.manual_seed(derive_seed(args.seed, "weights"))
     shape = {key: preset[key] for key in ("width", "mults", "blocks", "attention", "dropout", "edm")}
     net = NCSNpp(size, images.shape[1], **shape, classes=len(names) if args.conditional else 0).to(device)
@@ -374,6 +374,9 @@ def read_folder(folder, size):
     """One sub-folder per class, any pictures inside; hidden files and folders are passed over."""
     images, labels = [], []
     names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    loose = [p.name for p in folder.iterdir() if p.suffix.lower() in PICTURES and not p.name.startswith(".")]
+    if names and loose:
+        say(f"warning: {folder}: {len(loose)} pictures beside the sub-folders are passed over")
     names = names or ["."]  # a flat folder: no classes, which is enough for evaluate.py
     for label, name in enumerate(names):
         files = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in PICTURES
@@ -427,11 +430,12 @@ def import_torchvision():
 def from_torchvision(data, root):
     kind, files = NAMED[data]
     try:
-        os.makedirs(root, exist_ok=True)
-        with open(pathlib.Path(root) / f".{data}.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # one process downloads, the others wait
-            load = getattr(import_torchvision().datasets, kind)
-            train, test = (load(root, train=train, download=True) for train in (True, False))
+        with contextlib.suppress(OSError):  # a folder that cannot be written may have it all
+            os.makedirs(root, exist_ok=True)
+            held = open(pathlib.Path(root) / f".{data}.lock", "w")
+            fcntl.flock(held, fcntl.LOCK_EX)  # one process downloads, the others wait
+        load = getattr(import_torchvision().datasets, kind)
+        train, test = (load(root, train=train, download=True) for train in (True, False))
     except Exception as error:  # no network, a proxy's refusal, a cut connection, no torchvision
         why = (str(error) or type(error).__name__).splitlines()[0]
         cure = f"put {files.format(root)}, or make {root}/{data}.npz (images, labels, test_images, ...)"
@@ -519,10 +523,10 @@ def resume(path, kind, net, settings, plan, optimizer=None, average=None, device
 
 def difference(old, new):
     """What a file was made with and is not asked for now, in words; "" where nothing differs."""
-    old, new = ({**settings, **(settings.get("config") or {})} for settings in (old, new))
+    old, new = ({**(settings.get("config") or {}), **settings} for settings in (old, new))
     words = dict.fromkeys(("score", "score_sha"), "another score model: it has changed since")
     words["data_sha"] = "other images: those of --data have changed since"
-    words["classes"] = "other classes, or one of the two with --conditional"
+    words["drop"] = "another --drop, or without --conditional"
     for key, value in new.items():
         if key not in ("config", "data") and old.get(key) != value:
             return words.get(key, f"{key} = {old.get(key)}, not {value}")
@@ -694,6 +698,8 @@ def run(main):
             message = f"out of memory; try a smaller --batch, --size or --width; {kept}"
         elif "BrokenProcessPool" in reason or dist.is_initialized() and re.search(LOST, reason):
             message = f"another process of this job is lost ({reason[:80]}); {kept}"
+        elif re.search("Inductor|CxxCompiler", reason):
+            message = f"--compile: found no compiler that works ({reason[:80]}); leave it out"
         else:
             raise
     except KeyboardInterrupt as error:
@@ -753,7 +759,7 @@ def set_up(args):
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         why = str(error).splitlines()[0]
         raise UserError(f"--device {args.device}: not on this machine ({why}); --device cpu works") from None
     cuda = device.type == "cuda"
