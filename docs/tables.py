@@ -1,6 +1,6 @@
 """Fills the tables of README.md and docs/*.md from docs/results/*.json: no number in them is typed.
 
-    python docs/tables.py            # rewrites the pages
+    python docs/tables.py            # rewrites the pages, and draws fashion-16/exact-nats.png
     python docs/tables.py --check    # exit code 1, and their names, where pages say something else
 
 A table stands between the lines <!-- table NAME --> and <!-- end -->; NAME is a function of this file.
@@ -14,7 +14,8 @@ import sys
 DOCS = pathlib.Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
 sys.path.insert(0, str(DOCS.parent))
-from evaluate import PRDC  # noqa: E402
+from evaluate import PAPER as TABLE_2, PRDC  # noqa: E402
+from sample import chart  # noqa: E402
 from toy_moons import PAPER  # noqa: E402
 from train_classifier import explained_nats  # noqa: E402
 
@@ -315,6 +316,23 @@ def cifar_exact_table_1():
     return exact_table_1("cifar10-16", 25.0)
 
 
+def draw_nats():
+    """Figure 5 on images: nats over training, the mean over trainings ± two standard errors."""
+    curves, panels = read("results/fashion-16-exact-curves.json"), []
+    for title, more in (("Our network: SiLU, scaled input", ("", ", 10,000 steps")),
+                        ("The paper's: ReLU, raw input", (", ReLU",))):
+        lines = []
+        for name in (f"{loss}{end}" for end in more for loss in ("L_CE", "L_DLSM", "L_Total")):
+            if name in curves:
+                nats = list(zip(*curves[name]["nats"]))  # a step's
+                mean = [statistics.mean(values) for values in nats]
+                error = [2 * statistics.stdev(v) / len(v) ** 0.5 if len(v) > 1 else 0.0 for v in nats]
+                band = [[m + sign * e for m, e in zip(mean, error)] for sign in (-1, 1)]
+                lines.append((name, curves[name]["step"], mean, *band))
+        panels.append(dict(title=title, x="training step", y="nats", lines=lines))
+    chart(DOCS / "fashion-16" / "exact-nats.png", panels, columns=2)
+
+
 def gpu():
     measured = read("results/gpu.json")
     return table(measured["header"], measured["rows"])
@@ -329,42 +347,29 @@ def benchmark():
 # ------------------------------------------------------------ the README
 
 
-def FD_over_seeds(files, name):
-    return with_deviation([file["numbers"]["fid"]["value"] for file in seeds_of(files, name)], 2)
-
-
-def both_losses(name, sigma_max=20.0):
-    """What the diagnosis and the samples of a result file have of L_CE and of L_Total: D_L, nats, FD."""
-    found = [trainings(f"{name}-diagnose", f"classifier-{loss}") for loss in ("ce", "total")]
-    D_L = [with_deviation([levels[6]["D_L"] for levels in each if "D_L" in levels[6]], 3) for each in found]
-    nats = [with_deviation(all_nats(each, sigma_max), 2).replace("-", "−") for each in found]
+def FD_and_nats(title, name, sigma_max=20.0, tag=""):
+    """A row of the README: FD of base, scaling and ours, and the nats of the two classifiers, over the seeds."""
     files = read(f"results/{name}.json")["files"]
-    FD = [FD_over_seeds(files, guidance) for guidance in ("base", "dlsm")]
-    FD[0] += f" ({files['scaling']['numbers']['fid']['value']:.2f})"
-    return len(found[0]), D_L, nats, FD, f"FD@{files['base']['n']} of samples (with α = 10)"
+    FD = [[file["numbers"]["fid"]["value"] for file in seeds_of(files, guidance + tag)]
+          for guidance in ("base", "scaling", "dlsm")]
+    found = [trainings(f"{name}-diagnose", f"classifier-{loss}{tag}") for loss in ("ce", "total")]
+    nats = [with_deviation(all_nats(each, sigma_max), 2).replace("-", "−") for each in found]
+    return [f"{title}, {len(FD[0])} seeds", *(with_deviation(values, 2) for values in FD), *nats]
 
 
 def glance():
-    moons, authors = read("results/moons.json")["late"], read("results/moons-paper.json")["late"]
-    rows = []
-    for results, title in ((moons, "two moons, 5 seeds: D_L"), (authors, "the same, `--preset paper`")):
-        ours = [pair(results["losses"][loss]["D_L"]) for loss in ("ce", "total")]
-        paper = " → ".join(pair(PAPER[key]["D_L"]) for key in ("a", "d"))
-        rows.append([title, *ours, paper])
-    paper = "FID 4.10 (12.48) → 2.25"
-    seeds, D_L, nats, FD, title = both_losses("fashion-16-exact")
-    rows.append([f"Fashion-MNIST at 16×16, exact score model, {seeds} seeds: D_L at σ = 1.4", *D_L, ""])
-    rows += [["the same: nats", *nats, ""], [f"the same: {title}", *FD, paper]]
-    seeds, _, nats, FD, title = both_losses("fashion-16")
-    rows.append([f"the same, trained score model, {seeds} seeds: nats", *nats, ""])
-    rows.append([f"the same: {title}", *FD, paper])
-    files = read("results/fashion-16-eta1.json")["files"]
-    FD = [FD_over_seeds(files, name) for name in ("base-e1", "dlsm-e1")]
-    rows.append(["the same with `--eta 1`: FD@2500", *FD, ""])
-    seeds, _, nats, FD, title = both_losses("cifar10-16-exact", 25.0)
-    rows.append([f"CIFAR-10 at 16×16, exact score model, {seeds} seeds: nats", *nats, ""])
-    rows.append([f"the same: {title}", *FD, paper])
-    return table(["", "L_CE", "L_Total, ours", "the paper"], rows)
+    rows = [["two moons, D_L: the paper", *(pair(PAPER[key]["D_L"]) for key in "abd"), "", ""]]
+    for name, title in (("moons", "5 seeds"), ("moons-paper", "`--preset paper`")):
+        methods = read(f"results/{name}.json")["late"]["methods"]
+        rows.append([f"... {title}", *(pair(methods[key]["D_L"]) for key in "abd"), "", ""])
+    FID = [f"{TABLE_2['cifar10'][method][0]:.2f}" for method in ("base", "scaling", "ours")]
+    rows.append(["CIFAR-10 at 32×32, FID: the paper", *FID, "", ""])
+    rows.append(FD_and_nats("Fashion-MNIST, FD: exact scores", "fashion-16-exact"))
+    rows.append(FD_and_nats("... the paper's network", "fashion-16-exact", tag="-relu"))
+    rows.append(FD_and_nats("... trained score model", "fashion-16"))
+    rows.append(FD_and_nats("CIFAR-10, FD: exact scores", "cifar10-16-exact", 25.0))
+    header = ["", "base: L_CE", "scaling: α = 10", "ours: L_Total", "nats, L_CE", "nats, L_Total"]
+    return table(header, rows)
 
 
 # ------------------------------------------------------------ the pages
@@ -386,6 +391,8 @@ def main():
             stale.append(page.name)
             if "--check" not in sys.argv:
                 page.write_text(filled(text))
+    if "--check" not in sys.argv:
+        draw_nats()
     if stale:
         print("changed:" if "--check" not in sys.argv else "not what the result files say:", *stale)
     return 1 if stale and "--check" in sys.argv else 0
