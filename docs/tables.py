@@ -198,7 +198,7 @@ def fashion_lambda():
 
 
 def fashion_samplers():
-    """Ours, and the oracle of an exact score model, by several samplers (seed 0)."""
+    """Base and ours, and the oracle of an exact score model, by several samplers (seed 0)."""
     files = read("results/fashion-16-samplers.json")["files"]
     columns = {key: TRAINED_ROWS[key] for key in ("fid", "accuracy", "recall", "density", "cw_fid")}
     rows = []
@@ -207,7 +207,7 @@ def fashion_samplers():
         steps, sampler = recipe["steps"], recipe["sampler"]
         name = dict(pc="PC", heun="Heun, γ = {gamma:g}", sde="SDE, η = {eta:g}")[sampler].format(**recipe)
         evaluations = dict(pc=2 * steps, heun=2 * steps - 1, sde=steps)[sampler]
-        guidance = dict(dlsm="ours", oracle="oracle, exact score")[recipe["guidance"]]
+        guidance = dict(base="base", dlsm="ours", oracle="oracle, exact score")[recipe["guidance"]]
         rows.append([guidance, name, f"{evaluations:,}", *(f"{numbers[key]['value']:.{digits}f}"
                                                            for key, (_, digits) in columns.items())])
     return table(["guidance", "sampler", "evaluations", *(title for title, _ in columns.values())], rows)
@@ -276,7 +276,9 @@ EXACT_ROWS = {"fid": ("FD ↓", 2), "exact_accuracy": ("Class accuracy, exact �
               "distinct": ("Distinct images", 0), **QUALITY}
 del EXACT_ROWS["precision"]  # 1, as every sample is a training image
 EXACT = {"base": "(a) base", "scaling": "(b) scaling", "dlsm": "(d) ours", "oracle": "(e) oracle"}
-RELU = {"base-relu": "(a) base", "dlsm-relu": "(d) ours", "oracle": "(e) oracle"}
+RELU = {"base-relu": "(a) base", "scaling-relu": "(b) scaling", "dlsm-relu": "(d) ours", "oracle": "(e) oracle"}
+VARIANTS = {"": "", "-long": ", 10,000 steps", "-relu": ", ReLU, raw input",
+            "-paper": ", ReLU, raw input, the paper's weights"}
 
 
 def exact_table_2():
@@ -284,7 +286,7 @@ def exact_table_2():
 
 
 def exact_table_2_relu():
-    return over_seeds("fashion-16-exact-relu", RELU, EXACT_ROWS)
+    return over_seeds("fashion-16-exact", RELU, EXACT_ROWS)
 
 
 def cifar_exact_table_2():
@@ -294,7 +296,7 @@ def cifar_exact_table_2():
 def exact_table_1(data="fashion-16", sigma_max=20.0):
     """The diagnosis: nats, and the distance to the true likelihood score at three noise levels."""
     rows = []
-    for tag, network in (("", ""), ("-relu", ", ReLU, raw input")):
+    for tag, network in VARIANTS.items():
         for loss, title in LOSSES.items():
             found = trainings(f"{data}-exact-diagnose", f"classifier-{loss}{tag}")
             if not found:
@@ -348,7 +350,7 @@ def benchmark():
 
 
 def FD_and_nats(title, name, sigma_max=20.0, tag=""):
-    """A row of the README: FD of base, scaling and ours, and the nats of the two classifiers, over the seeds."""
+    """A row of the README: FD of base, scaling and ours, nats of the two classifiers, over the seeds."""
     files = read(f"results/{name}.json")["files"]
     FD = [[file["numbers"]["fid"]["value"] for file in seeds_of(files, guidance + tag)]
           for guidance in ("base", "scaling", "dlsm")]
