@@ -1028,7 +1028,7 @@ def test_a_full_disk_a_folder_that_cannot_be_written_and_two_at_once(main, shape
     "train_classifier --loss ce --lam 2", "train_classifier --loss ce --power 2", "sample --classes 1,1",
     "sample --classes 10", "sample --guidance none --alpha 2", "sample --guidance none --guide-sigma 1,2",
     "sample --guide-sigma 5,1", "sample --tag a/b", "sample --snr 0.1", "sample --sampler pc --eta 0",
-    "sample --data fashion", "sample --size 16", "train_classifier --diagnose --lr 1", "train_score --drop 0",
+    "sample --data fashion", "sample --size 16", "train_score --drop 0",
     "sample --guidance free", "sample --guidance oracle", "toy_moons --device x", "toy_moons --out /sys/x",
     "train_score --data nowhere", "train_score --size 12", "train_score --run=", "train_score --lr nan",
     "train_score --steps 0", "train_classifier --lam 1e400", "sample --alpha 1,-1", "evaluate --k 0"])

@@ -118,9 +118,7 @@ def main():
     parser = make_parser()
     args = parser.parse_args()
     if args.diagnose:
-        parser.refuse(args, "with --diagnose, which takes all classifiers of the run", "loss", "tag", "steps",
-                      "batch", "lr", "width", "save_every", "norm", "act", "raw", "depth", "amp", "compile",
-                      "restart", *WEIGHTS["total"])
+        parser.refuse(args, "with --diagnose, which takes all classifiers of the run", "loss", "tag")
     parser.refuse(args, f"with --loss {args.loss}", *set(WEIGHTS["total"]) - set(WEIGHTS[args.loss]))
     device, folder, preset = set_up(args), run_folder(args), from_preset(args, PRESETS)
     score_net = load_image_model(args.score or folder / "score.pt", device, "score", "train_score.py", args)
