@@ -278,7 +278,7 @@ del EXACT_ROWS["precision"]  # 1, as every sample is a training image
 EXACT = {"base": "(a) base", "scaling": "(b) scaling", "dlsm": "(d) ours", "oracle": "(e) oracle"}
 RELU = {"base-relu": "(a) base", "scaling-relu": "(b) scaling", "dlsm-relu": "(d) ours", "oracle": "(e) oracle"}
 VARIANTS = {"": "", "-long": ", 10,000 steps", "-relu": ", ReLU, raw input",
-            "-paper": ", ReLU, raw input, the paper's weights"}
+            "-relu-4000": ", ReLU, raw input, 4,000 steps", "-paper": ", ReLU, raw input, the paper's weights"}
 
 
 def exact_table_2():
@@ -316,6 +316,10 @@ def exact_table_1(data="fashion-16", sigma_max=20.0):
 
 def cifar_exact_table_1():
     return exact_table_1("cifar10-16", 25.0)
+
+
+def cifar_32_exact_table_1():
+    return exact_table_1("cifar10-32", 50.0)
 
 
 def draw_nats():
