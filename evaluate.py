@@ -529,9 +529,7 @@ def prepare(files, args, out):
     if args.metrics is None and device.type != "cuda":
         metrics.remove("cas")  # which would take hours
     parser, own = make_parser(), args.features == "own"
-    parser.refuse(args, f"with --features {args.features}", "resize" if own else "own_steps")
-    if own:
-        parser.refuse(args, "with --features own", "paper")
+    parser.refuse(args, f"with --features {args.features}", *(["resize", "paper"] if own else ["own_steps"]))
     if own and args.weights:
         parser.refuse(args, "with --weights", "own_steps")
     if "fid" not in metrics:

@@ -121,7 +121,8 @@ def main():
         parser.refuse(args, "with --diagnose, which takes all classifiers of the run", "loss", "tag")
     parser.refuse(args, f"with --loss {args.loss}", *set(WEIGHTS["total"]) - set(WEIGHTS[args.loss]))
     device, folder, preset = set_up(args), run_folder(args), from_preset(args, PRESETS)
-    score_net = load_image_model(args.score or folder / "score.pt", device, "score", "train_score.py", args)
+    score_path = args.score or folder / "score.pt"
+    score_net = load_image_model(score_path, device, "score", "train_score.py", args)
     exact, about = isinstance(score_net, ExactScore), score_net.about
     truth = score_net if exact else None
     if args.truth:
@@ -134,10 +135,10 @@ def main():
         raise UserError(f"--data {args.data}: has images of (channels, size) {channels, size}, the score "
                         f"model is for {wanted}; see --size")
     if truth and (not isinstance(truth, ExactScore) or truth.about["settings"].get("data_sha") != data_sha):
-        path = f"--truth {args.truth}" if args.truth else args.score or folder / "score.pt"
-        raise UserError(f"{path}: is no exact score of these training images; train_score.py --preset exact "
+        which = f"--truth {args.truth}" if args.truth else score_path
+        raise UserError(f"{which}: is no exact score of these training images; train_score.py --preset exact "
                         "makes it")
-    warn_of_other_data(args.score or folder / "score.pt", score_net, data_sha)
+    warn_of_other_data(score_path, score_net, data_sha)
     if truth:  # Theorem 1 speaks of p_σ of the data of the exact score: the training images, at random
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         held, held_labels = images[order], labels[order]
